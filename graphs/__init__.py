@@ -1,0 +1,29 @@
+"""What is computed and what it costs. Imports neither planner nor online; importing this room does not import torch."""
+
+from graphs.errors import (
+    BeladyError,
+    BudgetExceeded,
+    CaptureError,
+    GraphMismatch,
+    InfeasibleBudget,
+    InputError,
+    InvalidGraph,
+    InvalidSchedule,
+    NoScheduleFound,
+)
+from graphs.ir import Graph, Op, Value
+
+__all__ = [
+    "BeladyError",
+    "BudgetExceeded",
+    "CaptureError",
+    "Graph",
+    "GraphMismatch",
+    "InfeasibleBudget",
+    "InputError",
+    "InvalidGraph",
+    "InvalidSchedule",
+    "NoScheduleFound",
+    "Op",
+    "Value",
+]

@@ -1,0 +1,77 @@
+"""Every error a user can meet, in one tree.
+
+    BeladyError
+    ├── InputError (a ValueError)     the caller's input cannot be used; exit code 2
+    │   ├── InvalidGraph              a graph breaks a rule of ``graphs.ir``
+    │   ├── InvalidSchedule           a schedule breaks a rule of ``planner.simulate``
+    │   ├── CaptureError              a model cannot be turned into a graph
+    │   ├── GraphMismatch             a plan belongs to another graph
+    │   └── InfeasibleBudget          the budget is proved too small; carries the two numbers that help
+    ├── NoScheduleFound               stopped without a schedule, though none was ruled out; exit code 3
+    └── BudgetExceeded                a run would need more than its budget; nothing more was allocated
+
+Bugs of our own are ``AssertionError``.
+"""
+
+from __future__ import annotations
+
+
+class BeladyError(Exception):
+    """Root of all errors raised on purpose."""
+
+
+class InputError(BeladyError, ValueError):
+    """The input cannot be used; the message says what, where, and what to do."""
+
+
+class InvalidGraph(InputError):
+    """A graph breaks a rule of ``graphs.ir``."""
+
+
+class InvalidSchedule(InputError):
+    """A schedule breaks a rule of ``planner.simulate``."""
+
+
+class CaptureError(InputError):
+    """A model cannot be turned into a graph."""
+
+
+class GraphMismatch(InputError):
+    """A plan was made for another graph."""
+
+
+class InfeasibleBudget(InputError):
+    """No schedule can fit the budget.
+
+    budget_bytes   what was asked
+    proved_bytes   no schedule of this graph fits in less than this
+    works_bytes    smallest budget for which a schedule is in hand
+    """
+
+    def __init__(self, message: str, *, budget_bytes: int, proved_bytes: int, works_bytes: int) -> None:
+        super().__init__(message)
+        self.budget_bytes = budget_bytes
+        self.proved_bytes = proved_bytes
+        self.works_bytes = works_bytes
+
+
+class NoScheduleFound(BeladyError):
+    """The search stopped with nothing in hand and nothing ruled out."""
+
+
+class BudgetExceeded(BeladyError):
+    """An op would take the run over its budget; raised before anything is allocated for it.
+
+    op            name of the op that could not run
+    asked_bytes   bytes in use if it had run: everything held, its outputs and its workspace
+    budget_bytes  the limit
+    """
+
+    def __init__(self, op: str, asked_bytes: int, budget_bytes: int, detail: str = "") -> None:
+        super().__init__(
+            f"{op} needs {asked_bytes:,} bytes in memory at once, {asked_bytes - budget_bytes:,} more than the budget of "
+            f"{budget_bytes:,} bytes" + (f": {detail}" if detail else "")
+        )
+        self.op = op
+        self.asked_bytes = asked_bytes
+        self.budget_bytes = budget_bytes

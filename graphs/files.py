@@ -1,0 +1,56 @@
+"""Files are written whole or not at all, and read with one clear sentence when they are damaged."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import tempfile
+import zlib
+from pathlib import Path
+from typing import Any
+
+from graphs.errors import InputError
+
+
+def write_whole(path: str | os.PathLike[str], text: str) -> None:
+    """Write ``text`` to ``path`` through a temporary file beside it: an interruption leaves the old file or none."""
+    target = Path(path)
+    try:
+        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    except OSError as error:
+        raise InputError(f"cannot write {target}: {error.strerror or error}") from error
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(temporary, 0o666 & ~umask)  # mkstemp makes private files; a result is as readable as any other
+        os.replace(temporary, target)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def read_text(path: str | os.PathLike[str]) -> str:
+    """Text of a file, gunzipped where its name ends in ``.gz``. Raises InputError naming the file."""
+    source = Path(path)
+    try:
+        data = source.read_bytes()
+        return (gzip.decompress(data) if source.suffix == ".gz" else data).decode("utf-8")
+    except OSError as error:
+        raise InputError(f"cannot read {source}: {error.strerror or error}") from error
+    except (EOFError, UnicodeDecodeError, zlib.error) as error:
+        raise InputError(f"{source} is damaged: {error}") from error
+
+
+def read_json(path: str | os.PathLike[str], *, schema: str) -> dict[str, Any]:
+    """A JSON object whose ``schema`` entry is the expected one. Raises InputError naming the file."""
+    try:
+        content = json.loads(read_text(path))
+    except json.JSONDecodeError as error:
+        raise InputError(f"{path} is not JSON: {error}") from error
+    found = content.get("schema") if isinstance(content, dict) else None
+    if found != schema or not isinstance(content, dict):
+        raise InputError(f"{path} is not a {schema} file (its schema entry is {found!r})")
+    return content

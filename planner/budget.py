@@ -1,0 +1,51 @@
+"""Budgets: bytes as users write them."""
+
+from __future__ import annotations
+
+import re
+
+from graphs.errors import InputError
+
+_UNITS = {"": 1, "b": 1} | {
+    f"{prefix}{suffix}": base**power
+    for power, prefix in enumerate("kmgt", start=1)
+    for suffix, base in (("b", 1000), ("ib", 1024))
+}
+
+
+def resolve_budget(budget: int | float | str, keep_all_peak_bytes: int) -> int:
+    """Bytes of a budget.
+
+    budget  bytes as an int or as text with a unit ("6GiB", "500 MB", "1.5e9"), or a float (or its text, "0.5") in (0, 1]:
+            that share of the keep-all peak, rounded down
+
+    Raises InputError on anything else.
+    """
+    wanted = f"budget {budget!r}: give bytes (6442450944 or '6GiB') or a share of the keep-all peak in (0, 1] (0.5)"
+    if isinstance(budget, bool) or not isinstance(budget, int | float | str):
+        raise InputError(wanted)
+    if isinstance(budget, str):
+        match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*([a-z]*)\s*", budget.lower())
+        if match is None or match[2] not in _UNITS:
+            raise InputError(wanted)
+        number = float(match[1])
+        if not match[2] and ("." in match[1] or number == 1) and number <= 1:
+            return resolve_budget(number, keep_all_peak_bytes)
+        budget = int(number * _UNITS[match[2]])
+    if isinstance(budget, float):
+        if not 0 < budget <= 1:
+            raise InputError(wanted)
+        return int(budget * keep_all_peak_bytes)
+    if budget <= 0:
+        raise InputError(wanted)
+    return budget
+
+
+def format_bytes(size_bytes: int) -> str:
+    """Three significant digits in the binary unit that fits: "1.53 GiB"."""
+    size = float(size_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1000:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.3g} {unit}"
+        size /= 1024
+    return f"{size:.3g} TiB"

@@ -1,0 +1,203 @@
+"""What a planner returns: a Plan says which schedule was found and exactly what was proved about it."""
+
+from __future__ import annotations
+
+import enum
+import json
+import os
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from graphs.errors import GraphMismatch, InputError, InvalidSchedule
+from graphs.files import read_json, write_whole
+from graphs.ir import Graph
+from planner.schedule import Schedule, from_json, keep_all, to_json
+from planner.simulate import simulate
+
+if TYPE_CHECKING:
+    from graphs.capture import Step
+    from planner.execute import PlannedModule
+
+SCHEMA = "belady-plan-1"
+
+
+class Status(enum.StrEnum):
+    """What a planner can say about a budget."""
+
+    OPTIMAL = "OPTIMAL"  # a schedule, proved within the asked gap
+    FEASIBLE = "FEASIBLE"  # a schedule, no such proof
+    INFEASIBLE = "INFEASIBLE"  # proved: no schedule fits
+    UNKNOWN = "UNKNOWN"  # stopped with nothing found and nothing ruled out
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A schedule under a budget, and what was proved.
+
+    graph                the graph it is for
+    budget_bytes         every moment of the schedule fits in this
+    status               see Status
+    schedule             None where none was found
+    time_ns, peak_bytes  of the schedule, from ``simulate``; None without one
+    bound_ns             no schedule with the graph's order of first executions takes less (None: nothing proved)
+    restricted_bound_ns  the same for fewer schedules, Checkmate's space: between two first executions every op runs
+                         again at most once, in graph order (None where nothing beyond ``bound_ns`` was proved)
+    method, seed         what found it
+    wall_s               how long that took
+    step                 the captured step, where the graph came from a model
+    notes                what the method wants said: cuts, rounds, limits
+    """
+
+    graph: Graph
+    budget_bytes: int
+    status: Status
+    schedule: Schedule | None
+    time_ns: int | None
+    peak_bytes: int | None
+    bound_ns: int | None
+    method: str
+    seed: int
+    wall_s: float
+    restricted_bound_ns: int | None = None
+    step: Step | None = field(default=None, repr=False, compare=False)
+    notes: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        graph: Graph,
+        budget_bytes: int,
+        schedule: Schedule | None,
+        *,
+        method: str,
+        seed: int = 0,
+        wall_s: float,
+        bound_ns: int | None = None,
+        restricted_bound_ns: int | None = None,
+        gap: float = 0.0,
+        infeasible: bool = False,
+        notes: dict[str, Any] | None = None,
+    ) -> Plan:
+        """Build a Plan whose time and peak come from ``simulate`` and whose status follows from the numbers.
+
+        gap         asked relative gap: OPTIMAL where (time - best bound) / time is at most this
+        infeasible  the method proved that no schedule fits; only without a schedule
+
+        Raises AssertionError where the schedule exceeds the budget or beats its bound: a bug in the method.
+        """
+        time_ns = peak_bytes = None
+        if schedule is None:
+            status = Status.INFEASIBLE if infeasible else Status.UNKNOWN
+        else:
+            trace = simulate(graph, schedule)
+            time_ns, peak_bytes = trace.time_ns, trace.peak_bytes
+            assert not infeasible, f"{method} found a schedule for a budget it proved infeasible"
+            assert peak_bytes <= budget_bytes, f"{method}: peak {peak_bytes} above the budget {budget_bytes}"
+            assert bound_ns is None or bound_ns <= time_ns, f"{method}: bound {bound_ns} above the time {time_ns} found"
+            best = max((b for b in (bound_ns, restricted_bound_ns) if b is not None), default=None)
+            proved = best is not None and time_ns - best <= gap * time_ns
+            status = Status.OPTIMAL if proved else Status.FEASIBLE
+        return cls(
+            graph, budget_bytes, status, schedule, time_ns, peak_bytes, bound_ns, method, seed, wall_s,
+            restricted_bound_ns, notes=notes or {},
+        )  # fmt: skip
+
+    @property
+    def overhead(self) -> float | None:
+        """Time / keep-all time - 1; None without a schedule or where the graph takes no time."""
+        base = self.graph.keep_all_time_ns
+        return None if self.time_ns is None or not base else self.time_ns / base - 1
+
+    @property
+    def gap(self) -> float | None:
+        """(time - bound) / time for the better of the two bounds; None where either is unknown."""
+        best = max((b for b in (self.bound_ns, self.restricted_bound_ns) if b is not None), default=None)
+        if self.time_ns is None or best is None:
+            return None
+        return max(0.0, (self.time_ns - best) / self.time_ns) if self.time_ns else 0.0
+
+    def row(self) -> dict[str, Any]:
+        """The result row (see README): what is unknown is None."""
+        trace = simulate(self.graph, self.schedule) if self.schedule is not None else None
+        whole = simulate(self.graph, keep_all(self.graph)).peak_bytes
+        return {
+            "graph": self.graph.name,
+            "method": self.method,
+            "seed": self.seed,
+            "budget_bytes": self.budget_bytes,
+            "budget_fraction": self.budget_bytes / whole if whole else None,
+            "status": str(self.status),
+            "time_ns": self.time_ns,
+            "keep_all_time_ns": self.graph.keep_all_time_ns,
+            "overhead": self.overhead,
+            "bound_ns": self.bound_ns,
+            "restricted_bound_ns": self.restricted_bound_ns,
+            "gap": self.gap,
+            "peak_bytes": self.peak_bytes,
+            "recomputed_ops": trace.recomputed_ops if trace else None,
+            "wall_s": self.wall_s,
+            "device": self.graph.device or None,
+            "measured_time_ns": None,
+            "measured_peak_bytes": None,
+            "max_grad_error": None,
+        }
+
+    def module(self) -> PlannedModule:
+        """An ``nn.Module`` that trains with this plan. Needs a captured model and a schedule."""
+        from planner.execute import PlannedModule
+
+        if self.step is None:
+            raise InputError(f"the plan for {self.graph.name} has no captured model behind it, so there is nothing to train")
+        if self.schedule is None:
+            raise InputError(f"no schedule was found for {self.graph.name} in {self.budget_bytes:,} bytes: nothing to run")
+        return PlannedModule(self.step, self.schedule, self.budget_bytes)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan as JSON; the graph itself is not in it, only its fingerprint."""
+        content = {
+            "schema": SCHEMA,
+            "graph": self.graph.name,
+            "fingerprint": self.graph.fingerprint(),
+            "budget_bytes": self.budget_bytes,
+            "status": str(self.status),
+            "bound_ns": self.bound_ns,
+            "restricted_bound_ns": self.restricted_bound_ns,
+            "method": self.method,
+            "seed": self.seed,
+            "wall_s": self.wall_s,
+            "notes": self.notes,
+            "schedule": None if self.schedule is None else to_json(self.schedule),
+        }
+        write_whole(path, json.dumps(content) + "\n")
+
+
+def load_plan(path: str | os.PathLike[str], graph: Graph | Step) -> Plan:
+    """Read a plan for ``graph``; time and peak are simulated anew.
+
+    Raises GraphMismatch where the plan was made for another graph, InputError where the file is damaged.
+    """
+    step = None if isinstance(graph, Graph) else graph
+    graph = graph if isinstance(graph, Graph) else graph.graph
+    content = read_json(path, schema=SCHEMA)
+    try:
+        if content["fingerprint"] != graph.fingerprint():
+            raise GraphMismatch(
+                f"{path} was made for the graph {content['graph']!r} ({content['fingerprint']}), not for {graph.name!r} "
+                f"({graph.fingerprint()}): other shapes, costs or device; plan again"
+            )
+        schedule = None if content["schedule"] is None else from_json(content["schedule"])
+        trace = None if schedule is None else simulate(graph, schedule)
+        if trace is not None and trace.peak_bytes > content["budget_bytes"]:
+            raise InputError(f"{path} is damaged: its schedule needs {trace.peak_bytes:,} bytes, more than its budget")
+        plan = Plan(
+            graph, content["budget_bytes"], Status(content["status"]), schedule,
+            trace.time_ns if trace else None, trace.peak_bytes if trace else None, content["bound_ns"],
+            content["method"], content["seed"], content["wall_s"], content["restricted_bound_ns"], notes=content["notes"],
+        )  # fmt: skip
+    except (KeyError, TypeError, InvalidSchedule) as error:
+        raise InputError(f"{path} is damaged: {error}") from error
+    except ValueError as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(f"{path} is damaged: {error}") from error
+    return replace(plan, step=step)

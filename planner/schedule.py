@@ -1,0 +1,76 @@
+"""A Schedule: what runs and what is freed, in time order. Nothing else; everything else follows from it.
+
+An op that occurs again is a rematerialization. What a Schedule means, and what makes one valid, is ``planner.simulate``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from graphs.errors import InvalidSchedule
+from graphs.ir import Graph
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """Run op number ``op``: all its outputs are in memory afterwards."""
+
+    op: int
+
+
+@dataclass(frozen=True, slots=True)
+class Free:
+    """Drop value number ``value`` from memory."""
+
+    value: int
+
+
+Step = Compute | Free
+Schedule = tuple[Step, ...]
+
+
+def computes(schedule: Schedule) -> Iterator[int]:
+    """The ops a schedule runs, in order, repeats included."""
+    return (step.op for step in schedule if isinstance(step, Compute))
+
+
+def with_frees(graph: Graph, ops: Sequence[int]) -> Schedule:
+    """Run ``ops`` in this order and free every value as early as that order allows.
+
+    A read is served by the latest run of the op that makes the value, so a copy can go right after the last read before
+    its next making. Graph outputs stay after their last making. This is the least memory for the given sequence.
+    """
+    # Backward sweep: `needed` holds the values some later step reads from the copy that is current at this point.
+    needed = {v for v in graph.outputs if graph.producer[v] >= 0}
+    frees: list[list[int]] = [[] for _ in ops]
+    for at in range(len(ops) - 1, -1, -1):
+        op = graph.ops[ops[at]]
+        frees[at] = [v for v in (*op.inputs, *op.outputs) if v not in needed and v not in graph.resident]
+        needed.difference_update(op.outputs)
+        needed.update(v for v in op.inputs if v not in graph.resident)
+    steps: list[Step] = []
+    for at, i in enumerate(ops):
+        steps.append(Compute(i))
+        steps.extend(Free(v) for v in frees[at])
+    return tuple(steps)
+
+
+def keep_all(graph: Graph) -> Schedule:
+    """Every op once, in graph order, every value freed after its last use: what plain execution does."""
+    return with_frees(graph, range(len(graph.ops)))
+
+
+def to_json(schedule: Schedule) -> list[int]:
+    """One integer a step: ``op`` for Compute, ``-1 - value`` for Free."""
+    return [step.op if isinstance(step, Compute) else -1 - step.value for step in schedule]
+
+
+def from_json(codes: Iterable[object]) -> Schedule:
+    """Inverse of ``to_json``. Raises InvalidSchedule on anything that is not an integer."""
+    steps: list[Step] = []
+    for at, code in enumerate(codes):
+        if not isinstance(code, int) or isinstance(code, bool):
+            raise InvalidSchedule(f"step {at}: expected an integer, found {code!r}")
+        steps.append(Compute(code) if code >= 0 else Free(-1 - code))
+    return tuple(steps)
