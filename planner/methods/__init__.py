@@ -1,0 +1,28 @@
+"""The planning methods: one file each, one function each, ``solve(graph, budget_bytes, ...) -> Plan``."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Protocol, cast
+
+from graphs.errors import InputError
+from graphs.ir import Graph
+from planner.result import Plan
+
+METHODS = {
+    "cutting_stages": "planner.methods.cutting_stages",
+    "keep_all": "planner.methods.keep_all",
+}
+
+
+class Solve(Protocol):
+    """What every method's ``solve`` looks like. Options common to all: gap, time_limit_s, seed, start, progress."""
+
+    def __call__(self, graph: Graph, budget_bytes: int, **options: object) -> Plan: ...
+
+
+def method(name: str) -> Solve:
+    """The ``solve`` of a method by name, imported when first asked for. Raises InputError for an unknown name."""
+    if name not in METHODS:
+        raise InputError(f"unknown method {name!r}; there are: {', '.join(sorted(METHODS))}")
+    return cast(Solve, importlib.import_module(METHODS[name]).solve)

@@ -1,0 +1,128 @@
+"""``plan``: from a model (or a graph) and a budget to a schedule and its proof."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from graphs.errors import InfeasibleBudget, InputError, NoScheduleFound
+from graphs.ir import Graph
+from planner.bounds import least_bytes, smallest_known
+from planner.budget import format_bytes, resolve_budget
+from planner.methods import method as method_named
+from planner.result import Plan, Status
+from planner.schedule import Schedule, keep_all
+from planner.simulate import simulate
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from graphs.capture import Step
+
+
+def plan(
+    model: nn.Module | Step | Graph,
+    budget: int | float | str,
+    *,
+    inputs: Any = None,
+    loss: Callable[..., torch.Tensor] | None = None,
+    costs: str = "roofline",
+    device: str | torch.device | None = None,
+    autocast: torch.dtype | None = None,
+    method: str = "cutting_stages",
+    gap: float = 0.001,
+    time_limit_s: float = 60.0,
+    seed: int = 0,
+    start: Schedule | None = None,
+    progress: Callable[..., None] | None = None,
+    **options: object,
+) -> Plan:
+    """The cheapest schedule found for a budget, and a proof of how far from optimal it can be at most.
+
+    model         an ``nn.Module`` (its training step is captured first), or a Step or Graph captured before
+    budget        bytes (int, "6GiB") or a share of the keep-all peak (float in (0, 1]); counts everything the step holds
+    inputs, loss  see ``graphs.capture.capture``; only for a module
+    costs         "roofline" (modelled; needs no device) or "measured" (every distinct op timed on the device)
+    gap           stop when (time - bound) / time is at most this
+    time_limit_s  stop after this long with the best found so far
+    start         a schedule to start from, say the one of an online run
+    progress      called while solving (see the method)
+    options       further options of the method
+
+    Raises InfeasibleBudget where no schedule can fit, NoScheduleFound where none was found though none was ruled out,
+    CaptureError where the model cannot be captured, InputError for anything else that cannot be used.
+    """
+    target = step_of(model, inputs=inputs, loss=loss, costs=costs, device=device, autocast=autocast)
+    graph = target if isinstance(target, Graph) else target.graph
+    budget_bytes = resolve_budget(budget, simulate(graph, keep_all(graph)).peak_bytes)
+    found = solve(
+        graph, budget_bytes, method=method, gap=gap, time_limit_s=time_limit_s, seed=seed, start=start, progress=progress, **options
+    )
+    if found.status is Status.INFEASIBLE:
+        raise infeasible(graph, budget_bytes)
+    if found.status is Status.UNKNOWN:
+        raise NoScheduleFound(
+            f"{method} found no schedule of {graph.name} in {budget_bytes:,} bytes ({format_bytes(budget_bytes)}) within "
+            f"{found.wall_s:.1f} s, but did not rule one out; {smallest_known(graph)[0]:,} bytes are known to work"
+        )
+    return found if isinstance(target, Graph) else replace(found, step=target)
+
+
+def solve(graph: Graph, budget_bytes: int, *, method: str = "cutting_stages", **options: object) -> Plan:
+    """Run one method on a graph and return its Plan whatever its status. Raises InputError for unknown names and options."""
+    run = method_named(method)
+    known = inspect.signature(run).parameters
+    for name in options:
+        if name not in known:
+            offered = ", ".join(list(known)[2:])
+            raise InputError(f"method {method} has no option {name!r}; it has: {offered}")
+    if start := options.get("start"):
+        simulate(graph, start)  # type: ignore[arg-type]  # an unusable start is the caller's mistake: say so before solving
+    return run(graph, budget_bytes, **options)
+
+
+def infeasible(graph: Graph, budget_bytes: int) -> InfeasibleBudget:
+    """The error for a budget that is proved too small: with what is proved and what is known to work."""
+    proved, works = max(least_bytes(graph), budget_bytes + 1), smallest_known(graph)[0]
+    return InfeasibleBudget(
+        f"{graph.name} cannot run in {budget_bytes:,} bytes ({format_bytes(budget_bytes)}): every schedule needs at least "
+        f"{proved:,}; the smallest budget known to work is {works:,} ({format_bytes(works)})",
+        budget_bytes=budget_bytes,
+        proved_bytes=proved,
+        works_bytes=works,
+    )
+
+
+def step_of(
+    model: nn.Module | Step | Graph,
+    *,
+    inputs: Any = None,
+    loss: Callable[..., torch.Tensor] | None = None,
+    costs: str = "roofline",
+    device: str | torch.device | None = None,
+    autocast: torch.dtype | None = None,
+) -> Step | Graph:
+    """Capture a module and price its ops; a Step or Graph is taken as it is."""
+    if isinstance(model, Graph):
+        return model
+    from graphs.capture import Step, capture
+
+    if isinstance(model, Step):
+        return model
+    return with_costs(capture(model, inputs, loss=loss, device=device, autocast=autocast), costs)
+
+
+def with_costs(step: Step, costs: str, *, device_name: str | None = None) -> Step:
+    """The step with its ops priced: "roofline" (for ``device_name``, or the device it is on) or "measured" there."""
+    if costs == "roofline":
+        from graphs.costs import roofline
+
+        return roofline(step) if device_name is None else roofline(step, device_name)
+    if costs == "measured":
+        from graphs.profile import measured
+
+        return measured(step)
+    raise InputError(f"unknown costs {costs!r}; there are: roofline, measured")
