@@ -1,0 +1,38 @@
+"""How small a budget can be: a proved minimum, and the smallest peak of any schedule in hand."""
+
+from __future__ import annotations
+
+from graphs.ir import Graph
+from planner.methods.repair import repair
+from planner.schedule import Schedule, keep_all
+from planner.simulate import simulate
+
+
+def least_bytes(graph: Graph) -> int:
+    """No valid schedule of this graph, in whatever order, has a smaller peak.
+
+    Resident values are always there. While an op runs, so are its inputs, its outputs and its workspace; every op runs.
+    At the end all graph outputs are there together.
+    """
+    size = [0 if v in graph.resident else value.size_bytes for v, value in enumerate(graph.values)]
+    at_op = (op.workspace_bytes + sum(size[v] for v in (*op.inputs, *op.outputs)) for op in graph.ops)
+    at_end = sum(size[v] for v in graph.outputs)
+    return graph.resident_bytes + max(at_end, max(at_op, default=0))
+
+
+def smallest_known(graph: Graph) -> tuple[int, Schedule]:
+    """Smallest peak of the schedules that cheap heuristics find, and that schedule.
+
+    The list walk of ``planner.methods.repair`` is run at budgets bisected between ``least_bytes`` and the keep-all peak.
+    """
+    best = keep_all(graph)
+    works = simulate(graph, best).peak_bytes
+    fails = least_bytes(graph) - 1
+    while works - fails > max(1, works // 500):
+        middle = (works + fails) // 2
+        schedule = repair(graph, middle)
+        if schedule is None:
+            fails = middle
+        else:
+            best, works = schedule, simulate(graph, schedule).peak_bytes
+    return works, best
