@@ -23,6 +23,7 @@ from graphs.torch_private import (
     Joint,
     OpOverload,
     TreeSpec,
+    fuse_bernoulli,
     is_operator,
     is_traceable_wrapper_subclass,
     keystr,
@@ -238,6 +239,7 @@ def capture(
         sources.append(Source("constant", node.name))
         tensors.append(tensor)
     results = _route_results(name, joint, state, leaves, form)
+    fuse_bernoulli(module.graph)
     _clean(module)
     _own_gradients(module, results, state)
     module.graph.lint()
@@ -696,9 +698,14 @@ def _clean(module: fx.GraphModule) -> None:
         acts = node.op == "call_function" and not profiling and (is_random(node) or _is_effect(node))
         if node.op in ("get_attr", "call_function") and not node.users and not acts:
             graph.erase_node(node)
-    items: dict[tuple[Any, ...], fx.Node] = {}
+    items: dict[object, fx.Node] = {}
     for node in graph.find_nodes(op="call_function", target=operator.getitem):
-        first = items.setdefault(node.args, node)
+        value = node.meta["val"]
+        if isinstance(value, Tensor):  # some operators return one tensor twice
+            what = (node.args[0], storage_key(value), value.shape, value.stride(), value.storage_offset())
+        else:
+            what = node.args
+        first = items.setdefault(what, node)
         if first is not node:
             node.replace_all_uses_with(first)
             graph.erase_node(node)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+import torch._decomp  # registers the replacements that _eager_kernels takes away
 from torch import Tensor, fx, nn
 from torch._functorch._aot_autograd.descriptors import (
     BufferAOTInput,
@@ -18,7 +21,7 @@ from torch._functorch._aot_autograd.descriptors import (
     TangentAOTInput,
 )
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
-from torch._ops import HigherOrderOperator, OpOverload
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -44,6 +47,7 @@ __all__ = [
     "TorchDispatchMode",
     "TreeSpec",
     "UnsupportedOperatorException",
+    "fuse_bernoulli",
     "is_operator",
     "is_traceable_wrapper_subclass",
     "keystr",
@@ -124,12 +128,93 @@ def trace_joint(body: Callable[[list[Tensor], list[Tensor]], Tensor], state: Seq
     Raises whatever ``body`` and the tracer raise.
     """
     with contextlib.ExitStack() as stack:
+        stack.enter_context(_eager_kernels())
+        stack.enter_context(torch.backends.mkldnn.flags(enabled=False))  # its fused LSTM hides how much memory it takes
         joint = aot_export_joint_with_descriptors(stack, _Body(body, state), tuple(inputs))
         module = joint.graph_module
     sources = tuple(_source(node.meta["desc"]) for node in module.graph.find_nodes(op="placeholder"))
     results = tuple(_result(desc) for desc in module.graph.output_node().meta["desc"])
     module.graph.set_codegen(CodeGen())
     return Joint(module, sources, results)
+
+
+@contextlib.contextmanager
+def _eager_kernels() -> Iterator[None]:
+    """Trace the kernels that eager execution runs.
+
+    For about forty operators (dropout, upsampling, recurrent layers, one_hot) the tracer has replacements in Python, which differ
+    from eager in rounding and in memory. They are taken away while the trace lasts. Those of batch norm stay: they are what makes
+    its running statistics outputs of the graph.
+    """
+    keys = (torch._C.DispatchKey.CompositeImplicitAutograd, torch._C.DispatchKey.Autograd)
+    taken: list[tuple[OpOverload, Any, Any]] = []
+    try:
+        for op in _replaced_operators():
+            taken += [(op, key, op.py_kernels.pop(key)) for key in keys if key in op.py_kernels]
+            op._dispatch_cache.clear()
+        yield
+    finally:
+        for op, key, kernel in taken:
+            op.py_kernels[key] = kernel
+            op._dispatch_cache.clear()
+
+
+@functools.cache
+def _replaced_operators() -> tuple[OpOverload, ...]:
+    packets = (getattr(torch.ops.aten, name) for name in dir(torch.ops.aten) if "batch_norm" not in name)
+    overloads = (getattr(p, name) for p in packets if isinstance(p, OpOverloadPacket) for name in p.overloads())
+    return tuple(op for op in overloads if op.py_kernels)
+
+
+# Dropout draws its mask in place, into memory laid out like its input; the functional operator draws into contiguous memory, where
+# the same generator gives another mask. This operator is the draw as eager does it, in one piece and with no input.
+_library = torch.library.Library("belady", "DEF")
+_library.define(
+    "bernoulli(int[] size, int[] stride, float p, float divisor, *, ScalarType dtype, Device device) -> Tensor",
+    tags=(torch.Tag.nondeterministic_seeded,),
+)
+
+
+def _bernoulli(
+    size: list[int], stride: list[int], p: float, divisor: float, *, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    drawn = torch.empty_strided(size, stride, dtype=dtype, device=device).bernoulli_(p)
+    return drawn if divisor == 1 else drawn.div_(divisor)
+
+
+@torch.library.register_fake("belady::bernoulli", lib=_library)
+def _bernoulli_fake(
+    size: list[int], stride: list[int], p: float, divisor: float, *, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    return torch.empty_strided(size, stride, dtype=dtype, device=device)
+
+
+_library.impl("bernoulli", _bernoulli, "CompositeExplicitAutograd")
+
+
+def fuse_bernoulli(graph: fx.Graph) -> None:
+    """Replace draws into fresh memory, and their scaling where there is one, by ``belady::bernoulli``."""
+    aten = torch.ops.aten
+    fresh = (aten.empty_like.default, aten.empty.memory_format, aten.empty_strided.default, aten.new_empty.default)
+    for draw in graph.find_nodes(op="call_function", target=aten.bernoulli.p):
+        memory, p = draw.args
+        if memory.target not in fresh or len(memory.users) > 1 or draw.kwargs:
+            continue
+        last, divisor = draw, 1.0
+        scaling = next(iter(draw.users), None)
+        if len(draw.users) == 1 and scaling.target == aten.div.Scalar:
+            last, divisor = scaling, float(scaling.args[1])
+        like = memory.meta["val"]
+        with graph.inserting_before(last):
+            fused = graph.call_function(
+                torch.ops.belady.bernoulli.default,
+                (list(like.shape), list(like.stride()), p, divisor),
+                {"dtype": like.dtype, "device": like.device},
+            )
+        fused.meta = {**draw.meta, "val": like}
+        last.replace_all_uses_with(fused)
+        for node in dict.fromkeys((last, draw, memory)):
+            graph.erase_node(node)
 
 
 def _source(desc: Any) -> tuple[str, int]:
