@@ -1,0 +1,139 @@
+"""Real time and real peak memory of a run, held against what ``simulate`` says. [torch]"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import statistics
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from graphs.torch_private import TorchDispatchMode, storage_key, tree_leaves
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Measured(Generic[T]):
+    """What a run took.
+
+    result          what it returned
+    peak_bytes      most bytes in memory at once, the resident ones included
+    time_ns         median of the timed runs
+    reserved_bytes  most the allocator held from the driver, its cache included; None where there is none (CPU)
+    """
+
+    result: T
+    peak_bytes: int
+    time_ns: int
+    reserved_bytes: int | None
+
+
+def measure(
+    run: Callable[[], T],
+    device: torch.device,
+    resident_bytes: int,
+    *,
+    prepare: Callable[[], object] = lambda: None,
+    repeats: int = 1,
+) -> Measured[T]:
+    """Run ``run`` a few times: ``repeats`` times for its time, then once for its peak.
+
+    resident_bytes  of what is there before each run and stays, from ``graph.resident_bytes``
+    prepare         called before each run, neither timed nor counted: seeds the generators, drops old gradients
+
+    CUDA: one more run before the timed ones (libraries allocate at their first call). Time by events; the peak is the
+    allocator's, above what was allocated when the run began, which includes each op's workspace.
+    CPU: the peak is that of live storages (``StorageMeter``); what ops allocate and free inside themselves is not in it. The
+    meter slows a run down, so it counts in a run of its own.
+    """
+    if repeats < 1:
+        raise ValueError(f"repeats must be at least 1, not {repeats}")
+    if device.type == "cuda":
+        return _measure_cuda(run, device, resident_bytes, prepare, repeats)
+    times = []
+    for _ in range(repeats):
+        prepare()
+        begin = time.perf_counter_ns()
+        run()
+        times.append(time.perf_counter_ns() - begin)
+    prepare()
+    with StorageMeter() as meter:
+        result = run()
+    return Measured(result, resident_bytes + meter.peak_bytes, round(statistics.median(times)), None)
+
+
+def _measure_cuda(
+    run: Callable[[], T], device: torch.device, resident_bytes: int, prepare: Callable[[], object], repeats: int
+) -> Measured[T]:
+    times = []
+    with torch.cuda.device(device):
+        prepare()
+        run()
+        for _ in range(repeats):
+            prepare()
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            begin.record()
+            run()
+            end.record()
+            end.synchronize()
+            times.append(round(begin.elapsed_time(end) * 1e6))
+        prepare()
+        gc.collect()
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        result = run()
+        torch.cuda.synchronize(device)
+        peak = torch.cuda.max_memory_allocated(device) - before
+        reserved = torch.cuda.max_memory_reserved(device)
+    return Measured(result, resident_bytes + peak, round(statistics.median(times)), reserved)
+
+
+class StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the bytes of the live storages born while it is active. Those that existed before weigh nothing.
+
+    live_bytes, peak_bytes  now, and the most so far
+
+    Every operator call is seen, in the backward too, on any device; a storage is counted from the end of the call that
+    made it until its last tensor is gone. What an op allocates and frees inside itself is not seen.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        self._known: dict[int, tuple[weakref.ref[Any], int]] = {}  # by storage key: its death notice, bytes counted
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, Tensor):
+                self._meet(leaf, born=False)
+        result = func(*args, **kwargs)
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self._meet(leaf, born=True)
+        return result
+
+    def _meet(self, tensor: Tensor, *, born: bool) -> None:
+        key = storage_key(tensor)
+        if key in self._known:
+            return
+        storage = tensor.untyped_storage()
+        weight = storage.nbytes() if born else 0
+        self._known[key] = weakref.ref(storage, functools.partial(self._forget, key)), weight
+        self.live_bytes += weight
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+    def _forget(self, key: int, _: weakref.ref[Any]) -> None:
+        self.live_bytes -= self._known.pop(key)[1]
