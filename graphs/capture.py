@@ -2,43 +2,36 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-import inspect
 import operator
-import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
-import numpy as np
 import torch
 from torch import Tensor, fx, nn
 
 from graphs.errors import CaptureError, InputError
+from graphs.inputs import InputForm, Inputs, Loss, check_input, flatten, leaves_like, own_example, plain, splitter
 from graphs.ir import Graph, Op, Value
-from graphs.torch_private import (
-    DATA_DEPENDENT,
-    Joint,
-    OpOverload,
-    TreeSpec,
+from graphs.rewrite import (
     fuse_bernoulli,
-    is_operator,
-    is_traceable_wrapper_subclass,
-    keystr,
-    storage_bytes,
-    storage_key,
-    to_fake,
-    trace_joint,
-    tree_flatten,
-    tree_flatten_with_path,
-    tree_leaves,
-    tree_unflatten,
+    is_effect,
+    is_random,
+    lift_constants,
+    outputs_of,
+    own_gradients,
+    real_bytes,
+    remove_dead,
+    same_layout,
+    share_casts,
+    tensors_of,
 )
+from graphs.torch_private import Joint, OpOverload, is_operator, storage_bytes, storage_key
+from graphs.tracing import Body, device_of, state_of, trace
 
-Inputs = Tensor | Sequence[Any] | Mapping[str, Any]
-Loss = Callable[..., Tensor]
+__all__ = ["InputForm", "Inputs", "Loss", "Result", "Source", "Step", "bind", "capture"]
 
 CUDA_GRANULE_BYTES = 512  # the caching allocator rounds every storage up to this
 
@@ -71,22 +64,6 @@ class Result:
 
 
 @dataclass(frozen=True, slots=True)
-class InputForm:
-    """The form in which inputs were given: others bound to the step must have the same.
-
-    spec    their tree
-    labels  what messages call each leaf: "inputs[0]", "inputs['labels']"
-    names   keys of the outermost dict in their order, None where it is not one
-    fixed   leaves that are no tensors, by index; they are part of the graph
-    """
-
-    spec: TreeSpec
-    labels: tuple[str, ...]
-    names: tuple[str, ...] | None
-    fixed: Mapping[int, object]
-
-
-@dataclass(frozen=True, slots=True)
 class _Want:
     """What a tensor bound to a placeholder must be."""
 
@@ -108,7 +85,7 @@ class _Want:
             raise InputError(f"{label} has dtype {tensor.dtype}, but the step was captured with {self.dtype}")
         if tensor.device != self.device:
             raise InputError(f"{label} is on {tensor.device}, but the step was captured on {self.device}")
-        if tensor.stride() != self.strides and not _same_layout(self.shape, tensor.stride(), self.strides):
+        if tensor.stride() != self.strides and not same_layout(self.shape, tensor.stride(), self.strides):
             raise InputError(
                 f"{label} has strides {tensor.stride()}, but the step was captured with {self.strides}: "
                 f"give it with the captured layout"
@@ -220,17 +197,19 @@ def capture(
     if not isinstance(model, nn.Module):
         raise CaptureError(f"expected a torch.nn.Module, not a {type(model).__name__}")
     name = type(model).__name__ if name is None else name
-    state, where = _state(model, None if device is None else torch.device(device))
-    inputs = _plain(_own_example(model, with_labels=loss is None) if inputs is None else inputs)
-    leaves, form = _flatten(inputs)
+    state = state_of(model, loss)
+    where = device_of(model, state, None if device is None else torch.device(device))
+    given = plain(own_example(model, with_labels=loss is None) if inputs is None else inputs)
+    leaves, form = flatten(given)
     for label, leaf in zip(form.labels, leaves, strict=True):
-        _check_input(label, leaf, where)
+        check_input(label, leaf, where)
+    if autocast is None and torch.is_autocast_enabled(where.type):
+        autocast = torch.get_autocast_dtype(where.type)
 
-    body = _Body(model, loss, _splitter(loss, inputs))
-    joint = _trace(name, body, state, leaves, form.spec, where, autocast)
-    module = joint.module
-    sources, tensors = _route_sources(joint, state, leaves, form)
-    for node, tensor in _lift_constants(module):
+    joint = trace(name, Body(model, loss, splitter(loss, given)), state, leaves, form.spec, where, autocast)
+    graph = joint.module.graph
+    sources, tensors = _sources(joint, state, leaves, form)
+    for node, tensor in lift_constants(joint.module):
         if tensor.requires_grad:
             raise CaptureError(
                 f"{name} uses a tensor of shape {tuple(tensor.shape)} that requires a gradient but is no parameter of the "
@@ -238,17 +217,38 @@ def capture(
             )
         sources.append(Source("constant", node.name))
         tensors.append(tensor)
-    results = _route_results(name, joint, state, leaves, form)
-    fuse_bernoulli(module.graph)
-    _clean(module)
-    _own_gradients(module, results, state)
-    module.graph.lint()
-    module.recompile()
+    results = _results(name, joint, state, leaves, form)
 
-    graph, calls, value_of = _number(name, module, sources, tensors, where)
-    constants = {s.name: t for s, t in zip(sources, tensors, strict=True) if s.kind == "constant" and t is not None}
-    modes = tuple(part.training for part in model.modules())
-    return Step(graph, module, model, where, calls, value_of, tuple(sources), tuple(results), constants, form, modes)
+    fuse_bernoulli(graph)
+    remove_dead(graph)
+    gradient_at = {result.name: i for i, result in enumerate(results) if result.kind == "gradient"}
+    if autocast is not None:
+        placeholders = graph.find_nodes(op="placeholder")
+        share_casts(graph, {n: gradient_at[s.name] for n, s in zip(placeholders, sources, strict=True) if s.name in gradient_at})
+        remove_dead(graph)
+    own_gradients(graph, {i: state[parameter] for parameter, i in gradient_at.items()})
+    graph.lint()
+    joint.module.recompile()
+
+    numbering = _Numbering(name, where)
+    for node, source, bound in zip(graph.find_nodes(op="placeholder"), sources, tensors, strict=True):
+        numbering.resident(node, source.name or source.kind, bound)
+    for node in graph.nodes:
+        if node.op == "call_function":
+            numbering.call(node)
+    return Step(
+        numbering.graph(outputs_of(graph)),
+        joint.module,
+        model,
+        where,
+        tuple(numbering.calls),
+        numbering.value_of,
+        tuple(sources),
+        tuple(results),
+        {s.name: t for s, t in zip(sources, tensors, strict=True) if s.kind == "constant" and t is not None},
+        form,
+        tuple(part.training for part in model.modules()),
+    )
 
 
 def bind(step: Step, inputs: Inputs, tangent: Tensor | None = None) -> list[Tensor]:
@@ -260,7 +260,7 @@ def bind(step: Step, inputs: Inputs, tangent: Tensor | None = None) -> list[Tens
     Raises InputError naming what differs from the captured step: shape, dtype, device, layout, an argument that is no tensor,
     a parameter frozen since, a module switched between training and evaluation.
     """
-    leaves = _leaves_like(step.form, inputs)
+    leaves = leaves_like(step.form, inputs)
     if tuple(part.training for part in step.model.modules()) != step.modes:
         raise InputError("a module was switched between training and evaluation after the step was captured; capture it again")
     bound: list[Tensor] = []
@@ -285,340 +285,7 @@ def bind(step: Step, inputs: Inputs, tangent: Tensor | None = None) -> list[Tens
     return bound
 
 
-# Inputs: their form, and which of them go to the loss.
-
-
-def _plain(inputs: Inputs) -> Inputs:
-    """A tensor, a tuple or a plain dict."""
-    if isinstance(inputs, Tensor):
-        return inputs
-    if isinstance(inputs, Mapping):
-        return dict(inputs)
-    if isinstance(inputs, tuple | list):
-        return tuple(inputs)
-    raise CaptureError(
-        f"inputs must be a tensor, a tuple or list of positional arguments, or a dict of keyword arguments, not "
-        f"{type(inputs).__name__}"
-    )
-
-
-def _flatten(inputs: Inputs) -> tuple[list[Any], InputForm]:
-    """Flat leaves of the inputs, and their form."""
-    pairs, spec = tree_flatten_with_path(inputs)
-    leaves = [leaf for _, leaf in pairs]
-    labels = tuple(f"inputs{keystr(path)}" for path, _ in pairs)
-    names = tuple(inputs) if isinstance(inputs, dict) else None
-    return leaves, InputForm(spec, labels, names, {i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, Tensor)})
-
-
-def _leaves_like(form: InputForm, inputs: Inputs) -> list[Any]:
-    """Flat leaves of inputs that must have the captured form."""
-    plain = _plain(inputs)
-    if isinstance(plain, dict) and form.names is not None:
-        if plain.keys() != set(form.names):
-            raise InputError(f"the step was captured with the inputs {sorted(form.names)}, not {sorted(plain)}")
-        plain = {key: plain[key] for key in form.names}
-    leaves, spec = tree_flatten(plain)
-    if spec != form.spec:
-        raise InputError(f"the inputs have another form than the captured ones: {spec} instead of {form.spec}")
-    for i, captured in form.fixed.items():
-        if leaves[i] is not captured and (type(leaves[i]) is not type(captured) or leaves[i] != captured):
-            raise InputError(f"{form.labels[i]} is {leaves[i]!r}, but the step was captured with {captured!r}; capture it again")
-    return leaves
-
-
-def _check_input(label: str, leaf: object, where: torch.device) -> None:
-    if not isinstance(leaf, Tensor):
-        if leaf is None or isinstance(leaf, bool | int | float | complex | str | bytes | torch.dtype | torch.device):
-            return
-        raise CaptureError(
-            f"{label} is a {type(leaf).__name__}; inputs are tensors, numbers, text or None, in tuples, lists and dicts"
-        )
-    _check_tensor(label, leaf)
-    if leaf.requires_grad:
-        raise CaptureError(
-            f"{label} requires a gradient, but only parameters get one; give it detached or make it a parameter of the model"
-        )
-    if leaf.device != where:
-        raise CaptureError(f"{label} is on {leaf.device}, the model on {where}; move one of them")
-
-
-def _check_tensor(label: str, tensor: Tensor) -> None:
-    if isinstance(tensor, nn.parameter.UninitializedParameter | nn.parameter.UninitializedBuffer):
-        raise CaptureError(f"{label} has no shape yet; run the model once before capturing it")
-    if tensor.layout != torch.strided or tensor.is_quantized or is_traceable_wrapper_subclass(tensor):
-        raise CaptureError(f"{label} is a {type(tensor).__name__} of layout {tensor.layout}; only plain dense tensors work")
-    if tensor.device.type == "meta":
-        raise CaptureError(f"{label} is on the meta device, which has no kernels to plan for; move it to cpu or cuda")
-    if tensor.device.type not in ("cpu", "cuda"):
-        raise CaptureError(f"{label} is on {tensor.device}; only cpu and cuda are supported")
-
-
-def _own_example(model: nn.Module, *, with_labels: bool) -> Inputs:
-    """The example inputs a model brings along, with labels added where a transformers model needs them to return a loss."""
-    for attribute in ("example_input_array", "dummy_inputs"):
-        example = getattr(model, attribute, None)
-        if example is None:
-            continue
-        device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        leaves, spec = tree_flatten(_plain(example))
-        example = tree_unflatten([leaf.to(device) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
-        if with_labels and isinstance(example, dict) and "labels" in inspect.signature(model.forward).parameters:
-            labels = _dummy_labels(type(model).__name__, example)
-            if labels is not None:
-                example.setdefault("labels", labels)
-        return example
-    raise CaptureError(
-        f"{type(model).__name__} brings no example inputs (dummy_inputs or example_input_array); give inputs=, for instance "
-        f"one batch"
-    )
-
-
-def _dummy_labels(name: str, example: Mapping[str, Any]) -> Tensor | None:
-    """Labels of the shape that transformers' heads expect, told by the class name; None for others."""
-    ids = example.get("input_ids")
-    if not isinstance(ids, Tensor):
-        return None
-    if name.endswith(("LM", "LMHeadModel", "ForConditionalGeneration")):
-        return ids
-    if name.endswith("ForTokenClassification"):
-        return torch.zeros_like(ids)
-    if name.endswith("ForSequenceClassification"):
-        return ids.new_zeros(ids.shape[0])
-    return None
-
-
-def _splitter(loss: Loss | None, inputs: Inputs) -> Callable[[Inputs], _Arguments]:
-    """How inputs are shared out between the model and the loss."""
-    count, names = (0, []) if loss is None else _targets(loss)
-    if isinstance(inputs, dict):
-        missing = [name for name in names if name not in inputs]
-        if missing:
-            raise CaptureError(f"the loss requires {missing[0]!r}, which is not among the inputs {sorted(inputs)}")
-        return lambda now: _Arguments((), {k: v for k, v in now.items() if k not in names}, (), {k: now[k] for k in names})
-    if len(names) > count:
-        raise CaptureError(f"the loss requires the keyword {names[-1]!r}: give the inputs as a dict")
-    if isinstance(inputs, Tensor):
-        if count:
-            raise CaptureError(f"the loss requires {count} more argument(s) beside the output: give inputs=(..., target)")
-        return lambda now: _Arguments((now,), {}, (), {})
-    if count > len(inputs):
-        raise CaptureError(f"the loss requires {count} target(s) beside the output, but there are only {len(inputs)} inputs")
-    cut = len(inputs) - count
-    return lambda now: _Arguments(tuple(now[:cut]), {}, tuple(now[cut:]), {})
-
-
-def _targets(loss: Loss) -> tuple[int, list[str]]:
-    """Arguments a loss requires beside the output: how many positional ones, and the names of all."""
-    try:
-        signature = inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss)
-    except (TypeError, ValueError) as error:
-        raise CaptureError(f"cannot see which arguments the loss {loss!r} takes; wrap it in a function") from error
-    parameters = signature.parameters.values()
-    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    if not positional and not any(p.kind is p.VAR_POSITIONAL for p in parameters):
-        raise CaptureError("the loss takes no positional argument; its first one must be the output of the model")
-    required = [p.name for p in positional[1:] if p.default is p.empty]
-    keywords = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
-    return len(required), required + keywords
-
-
-# The model: its state, and the function that is traced.
-
-
-def _state(model: nn.Module, device: torch.device | None) -> tuple[dict[str, Tensor], torch.device]:
-    """Distinct parameters and buffers under their first names, and the one device they are on."""
-    if device is not None and device.type == "cuda" and not torch.cuda.is_available():
-        raise CaptureError("no CUDA device is available; capture on cpu")
-    who = type(model).__name__
-    state: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    if not any(p.requires_grad for p in model.parameters()):
-        raise CaptureError(f"no parameter of {who} requires a gradient, so there is nothing to train")
-    for name, tensor in state.items():
-        _check_tensor(name, tensor)
-        if tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
-            raise CaptureError(f"{name} has a gradient hook, which a captured step would not call; remove it")
-    homes = {tensor.device: name for name, tensor in state.items()}
-    if len(homes) > 1:
-        places = ", ".join(f"{name} on {home}" for home, name in homes.items())
-        raise CaptureError(f"{who} is spread over several devices ({places}); move it to one")
-    where = next(iter(homes))
-    if device is not None and (device.type != where.type or device.index not in (None, where.index)):
-        raise CaptureError(f"{who} is on {where}, not on {device}; move it there first: model.to({str(device)!r})")
-    return state, where
-
-
-class _Body(nn.Module):
-    """Model and loss in one module, so that parameters of the model that the loss also reads are swapped with it."""
-
-    def __init__(self, model: nn.Module, loss: Loss | None, split: Callable[[Inputs], _Arguments]) -> None:
-        super().__init__()
-        self.model = model
-        self.loss = loss
-        self.split = split
-
-    def forward(self, inputs: Inputs) -> Tensor:
-        given = self.split(inputs)
-        output = self.model(*given.args, **given.kwargs)
-        if self.loss is not None:
-            output = self.loss(output, *given.targets, **given.named_targets)
-        return _scalar(output, f"the loss {_called(self.loss)}" if self.loss else type(self.model).__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class _Arguments:
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    targets: tuple[Any, ...]
-    named_targets: dict[str, Any]
-
-
-def _called(loss: object) -> str:
-    return getattr(loss, "__name__", type(loss).__name__)
-
-
-def _scalar(output: Any, who: str) -> Tensor:
-    """The loss in what a model or a loss function returned."""
-    found = output
-    if isinstance(output, Mapping):
-        found = output.get("loss")
-    elif isinstance(output, tuple | list):
-        found = output[0] if output else None
-    elif not isinstance(output, Tensor):
-        found = getattr(output, "loss", None)
-    if not isinstance(found, Tensor):
-        raise CaptureError(
-            f"{who} returns a {type(output).__name__} without a loss; give loss=, or the inputs (labels) with which it returns one"
-        )
-    if found.numel() != 1:
-        raise CaptureError(f"{who} returns a tensor of shape {tuple(found.shape)}, but a loss is one number; give loss=")
-    if not found.is_floating_point():
-        raise CaptureError(f"{who} returns a loss of dtype {found.dtype}, which has no gradient")
-    if not found.requires_grad:
-        raise CaptureError(f"the loss that {who} returns does not depend on any parameter that requires a gradient")
-    return found
-
-
-def _region(where: torch.device, dtype: torch.dtype | None) -> tuple[bool, torch.dtype]:
-    """Whether autocast is on around model and loss, and its dtype: as asked, else as around the caller."""
-    if dtype is None:
-        return torch.is_autocast_enabled(where.type), torch.get_autocast_dtype(where.type)
-    return True, dtype
-
-
-def _trace(
-    name: str,
-    body: _Body,
-    state: Mapping[str, Tensor],
-    leaves: list[Any],
-    spec: TreeSpec,
-    where: torch.device,
-    dtype: torch.dtype | None,
-) -> Joint:
-    """Trace the body; the model is as before afterwards, whatever its forward assigns."""
-    slots = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-    enabled, dtype = _region(where, dtype)
-
-    def run(state_now: list[Tensor], tensors_now: list[Tensor]) -> Tensor:
-        filled = list(leaves)
-        for i, tensor in zip(slots, tensors_now, strict=True):
-            filled[i] = tensor
-        given = {f"model.{key}": tensor for key, tensor in zip(state, state_now, strict=True)}
-        after = dict(given)
-        # The backward stays outside of the region, as it does in a training loop.
-        with torch.autocast(where.type, dtype=dtype, enabled=enabled):
-            loss = torch.func.functional_call(body, after, (tree_unflatten(filled, spec),))
-        for key, tensor in given.items():
-            if after[key] is not tensor:
-                _assigned(name, key.removeprefix("model."), tensor, after[key])
-        return loss
-
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.enable_grad())
-        stack.enter_context(torch.autocast(where.type, enabled=False))
-        stack.enter_context(_untouched(body, where))
-        try:
-            fakes = to_fake([*state.values(), *(leaves[i].detach() for i in slots)])
-            return trace_joint(run, fakes[: len(state)], fakes[len(state) :])
-        except CaptureError:
-            raise
-        except DATA_DEPENDENT as error:
-            raise CaptureError(
-                f"{name} branches on data, or has shapes that depend on it ({_first_line(error)}); rewrite that part with "
-                f"torch.where or masks of fixed shape"
-            ) from error
-        except Exception as error:
-            raise CaptureError(f"{name} cannot be traced: {type(error).__name__}: {_first_line(error)}") from error
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n", 1)[0]
-
-
-def _assigned(name: str, key: str, before: Tensor, after: Tensor) -> None:
-    """A forward that assigns a buffer anew means the same as one that writes into it."""
-    if (
-        isinstance(before, nn.Parameter)
-        or not isinstance(after, Tensor)
-        or (after.shape, after.dtype) != (before.shape, before.dtype)
-    ):
-        raise CaptureError(f"{name} replaces {key} in its forward by something else; write into it in place")
-    with torch.no_grad():
-        before.copy_(after)
-
-
-@contextlib.contextmanager
-def _untouched(model: nn.Module, where: torch.device) -> Iterator[None]:
-    """Undo what a traced forward leaves behind: attributes of modules, and draws from the random generators."""
-    saved = [(module, dict(vars(module))) for module in model.modules()]
-    held = [
-        (box, list(box.items()) if isinstance(box, dict) else list(box))
-        for _, attributes in saved
-        for box in attributes.values()
-        if isinstance(box, dict | list | set)
-    ]
-    python, numpy = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng([where] if where.type == "cuda" else []):
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        for module, attributes in saved:
-            now = vars(module)
-            for key in now.keys() - attributes.keys():
-                del now[key]
-            now.update(attributes)
-        for box, content in held:
-            box.clear()
-            box.extend(content) if isinstance(box, list) else box.update(content)
-
-
-# The traced graph: made plain, then numbered.
-
-
-def _lift_constants(module: fx.GraphModule) -> list[tuple[fx.Node, Tensor]]:
-    """Turn the ``get_attr`` nodes of tensors into placeholders behind the others; the new nodes and their tensors."""
-    lifted: dict[str, tuple[fx.Node, Tensor]] = {}
-    body = next(node for node in module.graph.nodes if node.op != "placeholder")
-    for node in module.graph.find_nodes(op="get_attr"):
-        tensor = operator.attrgetter(node.target)(module)
-        if not isinstance(tensor, Tensor):
-            continue
-        if node.target not in lifted:
-            with module.graph.inserting_before(body):
-                placeholder = module.graph.placeholder(node.target.replace(".", "_"))
-            placeholder.meta["val"] = node.meta["val"]
-            lifted[node.target] = placeholder, tensor
-        node.replace_all_uses_with(lifted[node.target][0])
-        module.graph.erase_node(node)
-    for target in lifted:
-        delattr(module, target)
-    return list(lifted.values())
-
-
-def _route_sources(
+def _sources(
     joint: Joint, state: Mapping[str, Tensor], leaves: Sequence[Any], form: InputForm
 ) -> tuple[list[Source], list[Tensor | None]]:
     """What the placeholders are, and their real tensors where there are any."""
@@ -641,13 +308,12 @@ def _route_sources(
     return sources, tensors
 
 
-def _route_results(name: str, joint: Joint, state: Mapping[str, Tensor], leaves: Sequence[Any], form: InputForm) -> list[Result]:
+def _results(name: str, joint: Joint, state: Mapping[str, Tensor], leaves: Sequence[Any], form: InputForm) -> list[Result]:
     """What the outputs are; those that are nothing leave the graph."""
     names = list(state)
-    output = joint.module.graph.output_node()
     results: list[Result] = []
     nodes: list[fx.Node] = []
-    for node, found in zip(output.args[0], joint.results, strict=True):
+    for node, found in zip(outputs_of(joint.module.graph), joint.results, strict=True):
         if node is None or found is None:
             continue
         kind, i = found
@@ -658,210 +324,127 @@ def _route_results(name: str, joint: Joint, state: Mapping[str, Tensor], leaves:
             raise CaptureError(
                 f"{name} changes its parameter {names[i]} in place during the forward; do that outside of the step"
             )
-        results.append(
-            {"loss": Result("loss"), "gradient": Result("gradient", names[i]), "state": Result("buffer", names[i])}[kind]
-        )
+        if kind == "loss":
+            results.append(Result("loss"))
+        else:
+            results.append(Result("gradient" if kind == "gradient" else "buffer", names[i]))
         nodes.append(node)
-    output.args = (tuple(nodes),)
-    output.meta.pop("desc", None)
+    joint.module.graph.output_node().args = (tuple(nodes),)
     return results
 
 
-def _tensors(node: fx.Node) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(node.meta.get("val")) if isinstance(leaf, Tensor)]
+class _Numbering:
+    """Makes storages into Values and the calls that allocate into Ops, in the order of the graph."""
 
+    def __init__(self, name: str, where: torch.device) -> None:
+        self.name = name
+        self.where = where
+        self.values: list[Value] = []
+        self.ops: list[Op] = []
+        self.calls: list[fx.Node] = []
+        self.value_of: dict[fx.Node, int] = {}
+        self._residents = 0
+        self._of_real: dict[int, int] = {}  # by key of the real storage: placeholders that alias one count once
+        self._of_fake: dict[int, int] = {}  # by key of the fake storage
+        self._reads: dict[fx.Node, tuple[int, ...]] = {}  # values that must be there for a node to be read
+        self._entries: dict[fx.Node, list[int | None]] = {}  # values of a call with several outputs
 
-def is_random(node: fx.Node) -> bool:
-    """Whether a call draws random numbers; a call of a higher-order operator does where its subgraph does."""
-    if not isinstance(node.target, OpOverload):
-        subgraphs = (operator.attrgetter(n.target)(n.graph.owning_module) for n in node.all_input_nodes if n.op == "get_attr")
-        return any(is_random(n) for sub in subgraphs for n in sub.graph.find_nodes(op="call_function"))
-    if torch.Tag.nondeterministic_seeded not in node.target.tags:
-        return False
-    for i, argument in enumerate(node.target._schema.arguments):
-        if argument.name == "dropout_p":  # attention carries the tag even where nothing is dropped
-            given = node.args[i] if len(node.args) > i else node.kwargs.get("dropout_p", argument.default_value)
-            return given != 0.0
-    return True
-
-
-def _is_effect(node: fx.Node) -> bool:
-    """Whether a call acts on the outside world: an operator that returns no tensor."""
-    return is_operator(node.target) and not _tensors(node)
-
-
-def _clean(module: fx.GraphModule) -> None:
-    """Remove what nobody reads, profiler marks, and second ``getitem`` nodes of one entry."""
-    graph = module.graph
-    for node in reversed(graph.nodes):
-        profiling = isinstance(node.target, OpOverload) and node.target.namespace == "profiler"
-        acts = node.op == "call_function" and not profiling and (is_random(node) or _is_effect(node))
-        if node.op in ("get_attr", "call_function") and not node.users and not acts:
-            graph.erase_node(node)
-    items: dict[object, fx.Node] = {}
-    for node in graph.find_nodes(op="call_function", target=operator.getitem):
-        value = node.meta["val"]
-        if isinstance(value, Tensor):  # some operators return one tensor twice
-            what = (node.args[0], storage_key(value), value.shape, value.stride(), value.storage_offset())
-        else:
-            what = node.args
-        first = items.setdefault(what, node)
-        if first is not node:
-            node.replace_all_uses_with(first)
-            graph.erase_node(node)
-
-
-def _same_layout(shape: Sequence[int], strides: Sequence[int], others: Sequence[int]) -> bool:
-    """Whether two strides place the elements alike: strides of dimensions of one element do not count."""
-    return 0 in shape or all(a == b for n, a, b in zip(shape, strides, others, strict=True) if n != 1)
-
-
-def _own_gradients(module: fx.GraphModule, results: Sequence[Result], state: Mapping[str, Tensor]) -> None:
-    """Give each parameter a gradient of its own where it would share elements with another result or a placeholder.
-
-    Autograd makes the same copies when it fills ``.grad``, and for gradients laid out otherwise than their parameter.
-    """
-    output = module.graph.output_node()
-    resident = {storage_key(t) for node in module.graph.find_nodes(op="placeholder") for t in _tensors(node)}
-    taken: dict[int, list[tuple[int, int]]] = {}
-    nodes = list(output.args[0])
-    for at, (node, result) in enumerate(zip(nodes, results, strict=True)):
-        value: Tensor = node.meta["val"]
-        key = storage_key(value)
-        start = value.storage_offset()
-        stop = start + 1 + sum((n - 1) * s for n, s in zip(value.shape, value.stride(), strict=True))
-        if result.kind == "gradient":
-            parameter = state[result.name]
-            shared = key in resident or any(start < b and a < stop for a, b in taken.get(key, ()))
-            if shared or not _same_layout(value.shape, value.stride(), parameter.stride()):
-                nodes[at] = _copied(node, parameter)
-                continue
-        taken.setdefault(key, []).append((start, stop))
-    output.args = (tuple(nodes),)
-
-
-def _copied(node: fx.Node, like: Tensor) -> fx.Node:
-    """A new node after ``node`` (at the end, where that is a placeholder): its copy in the layout of ``like``."""
-    if like.dim() == 4 and not like.is_contiguous() and like.is_contiguous(memory_format=torch.channels_last):
-        layout = torch.channels_last
-    else:
-        layout = torch.contiguous_format
-    clone = torch.ops.aten.clone.default
-    graph = node.graph
-    with graph.inserting_before(graph.output_node() if node.op == "placeholder" else node.next):
-        copy = graph.call_function(clone, (node,), {"memory_format": layout})
-    with torch.no_grad():
-        copy.meta = {"val": clone(node.meta["val"], memory_format=layout), "partitioner_tag": "is_backward"}
-    return copy
-
-
-def _number(
-    name: str, module: fx.GraphModule, sources: Sequence[Source], tensors: Sequence[Tensor | None], where: torch.device
-) -> tuple[Graph, tuple[fx.Node, ...], dict[fx.Node, int]]:
-    """Make storages into Values and calls that allocate into Ops."""
-    values: list[Value] = []
-    value_of: dict[fx.Node, int] = {}
-    of_storage: dict[int, int] = {}  # by key of the fake storage
-
-    def new_value(label: str, tensor: Tensor) -> int:
-        size = storage_bytes(tensor)
-        if tensor.device != where:  # a number on the host beside a CUDA step
-            size = 0
-        elif where.type == "cuda":
-            size = -(-size // CUDA_GRANULE_BYTES) * CUDA_GRANULE_BYTES
-        values.append(Value(label, size))
-        return len(values) - 1
-
-    shared: dict[int, int] = {}  # by key of the real storage: placeholders that alias one count once
-    for node, source, tensor in zip(module.graph.find_nodes(op="placeholder"), sources, tensors, strict=True):
+    def resident(self, node: fx.Node, label: str, tensor: Tensor | None) -> None:
+        """Number a placeholder bound to ``tensor`` (None: a tensor made for the occasion)."""
         fake = node.meta["val"]
         if not isinstance(fake, Tensor):
-            raise CaptureError(f"{name}: the traced graph has an input that is no tensor ({fake!r}): shapes must be fixed")
+            raise CaptureError(f"{self.name}: the traced graph has an input that is no tensor ({fake!r}); shapes must be fixed")
         if tensor is None:
-            value = new_value(source.kind, fake)
+            value = self._new(label, storage_bytes(fake), fake.device)
+        elif (key := storage_key(tensor)) in self._of_real:
+            value = self._of_real[key]
         else:
-            key = storage_key(tensor)
-            if key not in shared:
-                shared[key] = new_value(source.name, tensor)
-            value = shared[key]
-        value_of[node] = of_storage[storage_key(fake)] = value
-    resident = frozenset(value_of.values())
+            value = self._of_real[key] = self._new(label, storage_bytes(tensor), tensor.device)
+        self._residents = len(self.values)
+        self._of_fake[storage_key(fake)] = value
+        self._hold(node, value, (value,))
 
-    reads: dict[fx.Node, tuple[int, ...]] = {node: (value,) for node, value in value_of.items()}
-    ops: list[Op] = []
-    calls: list[fx.Node] = []
-    of_call: dict[fx.Node, list[int | None]] = {}
-    for node in module.graph.nodes:
-        if node.op != "call_function":
-            continue
-        source = node.args[0] if node.target is operator.getitem else None
-        if source in of_call:  # one of several outputs
-            value = of_call[source][node.args[1]]
-            if value is None:
-                raise CaptureError(f"{name}: output {node.args[1]} of {source.name} is no tensor of its own")
-            value_of[node] = value
-            reads[node] = (value,)
-            continue
-        inputs = tuple(dict.fromkeys(v for n in node.all_input_nodes for v in reads.get(n, ())))
-        made = _tensors(node)
-        keys = dict.fromkeys(storage_key(t) for t in made)
-        old = [of_storage[key] for key in keys if key in of_storage]
-        if made and len(old) == len(keys) and set(old) <= set(inputs):  # a view, or a list of views
-            if len(keys) > 1 or not (is_operator(node.target) or node.target is operator.getitem):
-                raise CaptureError(f"{name}: {node.name} ({node.target}) makes views of several storages at once")
-            value_of[node] = old[0]
-            reads[node] = inputs
-            continue
-        _check_call(name, node, made, old)
-        several = not isinstance(node.meta["val"], Tensor)
-        outputs: list[int | None] = []
-        for entry in node.meta["val"] if several and made else made:
-            if not isinstance(entry, Tensor):
-                outputs.append(None)
+    def call(self, node: fx.Node) -> None:
+        """Number a call: an entry of a call with several outputs, a view, or an op."""
+        parent = node.args[0] if node.target is operator.getitem else None
+        if isinstance(parent, fx.Node) and parent in self._entries:
+            value = self._entries[parent][cast(int, node.args[1])]
+            if value is None or value in (self.value_of.get(item) for item in parent.users):
+                raise CaptureError(f"{self.name}: entry {node.args[1]} of {parent.name} is no tensor of its own")
+            self._hold(node, value, (value,))
+            return
+        if any(parent in self._entries for parent in node.all_input_nodes):
+            raise CaptureError(f"{self.name}: {node.name} ({node.target}) reads a list of tensors whole")
+        inputs = tuple(dict.fromkeys(v for n in node.all_input_nodes for v in self._reads.get(n, ())))
+        tensors = tensors_of(node)
+        old = {self._of_fake.get(storage_key(t)) for t in tensors}
+        if len(old) == 1 and old <= set(inputs):
+            self._hold(node, cast(int, old.pop()), inputs)
+            return
+        self._check(node, tensors, old)
+        self._op(node, inputs)
+
+    def graph(self, outputs: Sequence[fx.Node]) -> Graph:
+        """The numbered graph."""
+        ids = frozenset(self.value_of[node] for node in outputs)
+        device = "cpu" if self.where.type == "cpu" else torch.cuda.get_device_name(self.where)
+        return Graph(self.name, tuple(self.ops), tuple(self.values), frozenset(range(self._residents)), ids, device)
+
+    def _op(self, node: fx.Node, inputs: tuple[int, ...]) -> None:
+        held = node.meta["val"]
+        several = isinstance(held, tuple | list)
+        entries: list[int | None] = []
+        for i, tensor in enumerate(held if several else [held]):
+            if not isinstance(tensor, Tensor):
+                entries.append(None)
                 continue
-            of_storage[storage_key(entry)] = new_value(f"{node.name}.{len(outputs)}" if several else node.name, entry)
-            outputs.append(of_storage[storage_key(entry)])
+            key = storage_key(tensor)
+            if key not in self._of_fake:
+                size = real_bytes(node, i, tensor, lambda n: self.values[self.value_of[n]].size_bytes)
+                self._of_fake[key] = self._new(f"{node.name}.{i}" if several else node.name, size, tensor.device)
+            entries.append(self._of_fake[key])
+        outputs = tuple(dict.fromkeys(v for v in entries if v is not None))
         if several:
-            of_call[node] = outputs
-        else:
-            value_of[node] = of_storage[storage_key(made[0])]
-            reads[node] = (value_of[node],)
-        calls.append(node)
-        ops.append(
+            self._entries[node] = entries
+        elif outputs:
+            self._hold(node, outputs[0], outputs)
+        self.calls.append(node)
+        self.ops.append(
             Op(
                 node.name,
                 inputs,
-                tuple(v for v in outputs if v is not None),
+                outputs,
                 time_ns=0,
-                kind=_kind(node),
+                kind=str(node.target.overloadpacket if isinstance(node.target, OpOverload) else node.target),
                 random=is_random(node),
-                effect=_is_effect(node),
+                effect=is_effect(node),
                 backward=node.meta.get("partitioner_tag") == "is_backward",
             )
         )
-    results = frozenset(value_of[node] for node in module.graph.output_node().args[0])
-    label = "cpu" if where.type == "cpu" else torch.cuda.get_device_name(where)
-    return Graph(name, tuple(ops), tuple(values), resident, results, label), tuple(calls), value_of
 
+    def _hold(self, node: fx.Node, value: int, reads: tuple[int, ...]) -> None:
+        self.value_of[node] = value
+        self._reads[node] = reads
 
-def _check_call(name: str, node: fx.Node, made: Sequence[Tensor], old: Sequence[int]) -> None:
-    """Refuse calls that the Graph has no words for."""
-    what = f"{name}: {node.name} ({node.target})"
-    if not is_operator(node.target):
-        raise CaptureError(f"{what} is not a torch operator; the step cannot contain it")
-    if not made and node.users:
-        raise CaptureError(f"{what} returns no tensor, but others read its result; the step cannot contain it")
-    if isinstance(node.target, OpOverload) and node.target._schema.is_mutable:
-        raise CaptureError(f"{what} changes a tensor in place; wrap it in a custom operator that declares what it changes")
-    if old:
-        raise CaptureError(f"{what} returns views of its inputs together with new tensors; the step cannot contain it")
-    if len({storage_key(t) for t in made}) != len(made):
-        raise CaptureError(f"{what} returns several views of one new tensor; the step cannot contain it")
+    def _new(self, label: str, size_bytes: int, device: torch.device) -> int:
+        if device != self.where:  # a number on the host beside a CUDA step
+            size_bytes = 0
+        elif device.type == "cuda":
+            size_bytes = -(-size_bytes // CUDA_GRANULE_BYTES) * CUDA_GRANULE_BYTES
+        self.values.append(Value(label, size_bytes))
+        return len(self.values) - 1
 
-
-def _kind(node: fx.Node) -> str:
-    """Operator name without its overload: "aten.mm"."""
-    return str(node.target.overloadpacket) if isinstance(node.target, OpOverload) else str(node.target)
+    def _check(self, node: fx.Node, tensors: Sequence[Tensor], old: set[int | None]) -> None:
+        """Refuse calls that a Graph has no words for."""
+        what = f"{self.name}: {node.name} ({node.target})"
+        if not is_operator(node.target):
+            raise CaptureError(f"{what} is no torch operator; a step cannot contain it")
+        if not tensors and node.users:
+            raise CaptureError(f"{what} returns no tensor, but others read its result; a step cannot contain it")
+        if isinstance(node.target, OpOverload) and node.target._schema.is_mutable and not is_effect(node):
+            raise CaptureError(f"{what} changes a tensor in place; make it a custom operator that declares what it changes")
+        if old - {None}:
+            raise CaptureError(f"{what} returns views of its inputs among other things; a step cannot contain it")
 
 
 def _views_behind(nodes: Iterable[fx.Node], bases: frozenset[fx.Node]) -> set[fx.Node]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch._decomp  # registers the replacements that _eager_kernels takes away
@@ -21,6 +22,7 @@ from torch._functorch._aot_autograd.descriptors import (
     TangentAOTInput,
 )
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._higher_order_ops.effects import with_effects
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 from torch._subclasses.fake_tensor import (
@@ -28,7 +30,6 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
-    UnsupportedOperatorException,
 )
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.fx.graph import CodeGen, _BoxedCodeGen
@@ -38,16 +39,13 @@ from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_wit
 __all__ = [
     "DATA_DEPENDENT",
     "BoxedCodeGen",
-    "CodeGen",
     "FakeTensor",
     "FakeTensorMode",
-    "HigherOrderOperator",
     "Joint",
     "OpOverload",
     "TorchDispatchMode",
     "TreeSpec",
-    "UnsupportedOperatorException",
-    "fuse_bernoulli",
+    "as_if_compiling",
     "is_operator",
     "is_traceable_wrapper_subclass",
     "keystr",
@@ -71,7 +69,7 @@ DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException, Gua
 
 def storage_key(tensor: Tensor) -> int:
     """Identity of the storage of a tensor, fake ones included; valid as long as the tensor lives."""
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def storage_bytes(tensor: Tensor) -> int:
@@ -87,11 +85,18 @@ def to_fake(tensors: Iterable[Tensor]) -> list[Tensor]:
     return [t if isinstance(t, FakeTensor) else mode.from_tensor(t, static_shapes=True) for t in tensors]
 
 
+def is_operator(target: object) -> bool:
+    """Whether an FX call target is a torch operator, a higher-order one included (and not a Python function)."""
+    return isinstance(target, OpOverload | HigherOrderOperator)
+
+
 @dataclass(frozen=True, slots=True)
 class Joint:
     """Forward, loss and backward as one flat functional graph.
 
-    module   the graph, with the plain calling convention: one argument a placeholder, one flat list of outputs
+    module   the graph, with the plain calling convention: one argument a placeholder, one flat list of outputs. Nodes that act
+             on the outside world although they return a tensor have ``meta["effect"]``; those of the backward have
+             ``meta["partitioner_tag"] == "is_backward"``, sums of gradients ``meta["is_gradient_acc"]``
     sources  for each placeholder: ("state", i), ("input", i) or ("tangent", 0)
     results  for each output: ("loss", 0), ("gradient", i) of state i, ("state", i) or ("input", i): its new content, or
              None where there is nothing
@@ -129,92 +134,14 @@ def trace_joint(body: Callable[[list[Tensor], list[Tensor]], Tensor], state: Seq
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(_eager_kernels())
-        stack.enter_context(torch.backends.mkldnn.flags(enabled=False))  # its fused LSTM hides how much memory it takes
-        joint = aot_export_joint_with_descriptors(stack, _Body(body, state), tuple(inputs))
-        module = joint.graph_module
+        stack.enter_context(_without_onednn())
+        stack.enter_context(_quiet("torch._subclasses.fake_tensor"))
+        module = aot_export_joint_with_descriptors(stack, _Body(body, state), tuple(inputs)).graph_module
+    _drop_tokens(module.graph)
     sources = tuple(_source(node.meta["desc"]) for node in module.graph.find_nodes(op="placeholder"))
-    results = tuple(_result(desc) for desc in module.graph.output_node().meta["desc"])
+    results = tuple(_result(desc) for desc in module.graph.output_node().meta.pop("desc"))
     module.graph.set_codegen(CodeGen())
     return Joint(module, sources, results)
-
-
-@contextlib.contextmanager
-def _eager_kernels() -> Iterator[None]:
-    """Trace the kernels that eager execution runs.
-
-    For about forty operators (dropout, upsampling, recurrent layers, one_hot) the tracer has replacements in Python, which differ
-    from eager in rounding and in memory. They are taken away while the trace lasts. Those of batch norm stay: they are what makes
-    its running statistics outputs of the graph.
-    """
-    keys = (torch._C.DispatchKey.CompositeImplicitAutograd, torch._C.DispatchKey.Autograd)
-    taken: list[tuple[OpOverload, Any, Any]] = []
-    try:
-        for op in _replaced_operators():
-            taken += [(op, key, op.py_kernels.pop(key)) for key in keys if key in op.py_kernels]
-            op._dispatch_cache.clear()
-        yield
-    finally:
-        for op, key, kernel in taken:
-            op.py_kernels[key] = kernel
-            op._dispatch_cache.clear()
-
-
-@functools.cache
-def _replaced_operators() -> tuple[OpOverload, ...]:
-    packets = (getattr(torch.ops.aten, name) for name in dir(torch.ops.aten) if "batch_norm" not in name)
-    overloads = (getattr(p, name) for p in packets if isinstance(p, OpOverloadPacket) for name in p.overloads())
-    return tuple(op for op in overloads if op.py_kernels)
-
-
-# Dropout draws its mask in place, into memory laid out like its input; the functional operator draws into contiguous memory, where
-# the same generator gives another mask. This operator is the draw as eager does it, in one piece and with no input.
-_library = torch.library.Library("belady", "DEF")
-_library.define(
-    "bernoulli(int[] size, int[] stride, float p, float divisor, *, ScalarType dtype, Device device) -> Tensor",
-    tags=(torch.Tag.nondeterministic_seeded,),
-)
-
-
-def _bernoulli(
-    size: list[int], stride: list[int], p: float, divisor: float, *, dtype: torch.dtype, device: torch.device
-) -> Tensor:
-    drawn = torch.empty_strided(size, stride, dtype=dtype, device=device).bernoulli_(p)
-    return drawn if divisor == 1 else drawn.div_(divisor)
-
-
-@torch.library.register_fake("belady::bernoulli", lib=_library)
-def _bernoulli_fake(
-    size: list[int], stride: list[int], p: float, divisor: float, *, dtype: torch.dtype, device: torch.device
-) -> Tensor:
-    return torch.empty_strided(size, stride, dtype=dtype, device=device)
-
-
-_library.impl("bernoulli", _bernoulli, "CompositeExplicitAutograd")
-
-
-def fuse_bernoulli(graph: fx.Graph) -> None:
-    """Replace draws into fresh memory, and their scaling where there is one, by ``belady::bernoulli``."""
-    aten = torch.ops.aten
-    fresh = (aten.empty_like.default, aten.empty.memory_format, aten.empty_strided.default, aten.new_empty.default)
-    for draw in graph.find_nodes(op="call_function", target=aten.bernoulli.p):
-        memory, p = draw.args
-        if memory.target not in fresh or len(memory.users) > 1 or draw.kwargs:
-            continue
-        last, divisor = draw, 1.0
-        scaling = next(iter(draw.users), None)
-        if len(draw.users) == 1 and scaling.target == aten.div.Scalar:
-            last, divisor = scaling, float(scaling.args[1])
-        like = memory.meta["val"]
-        with graph.inserting_before(last):
-            fused = graph.call_function(
-                torch.ops.belady.bernoulli.default,
-                (list(like.shape), list(like.stride()), p, divisor),
-                {"dtype": like.dtype, "device": like.device},
-            )
-        fused.meta = {**draw.meta, "val": like}
-        last.replace_all_uses_with(fused)
-        for node in dict.fromkeys((last, draw, memory)):
-            graph.erase_node(node)
 
 
 def _source(desc: Any) -> tuple[str, int]:
@@ -228,7 +155,7 @@ def _source(desc: Any) -> tuple[str, int]:
 
 
 def _result(desc: Any) -> tuple[str, int] | None:
-    if desc is None:
+    if desc is None or _is_token(desc):
         return None
     if isinstance(desc, PlainAOTOutput):
         return "loss", 0
@@ -239,6 +166,90 @@ def _result(desc: Any) -> tuple[str, int] | None:
     raise NotImplementedError(f"the traced graph has an output of the kind {type(desc).__name__}")
 
 
-def is_operator(target: object) -> bool:
-    """Whether an FX call target is a torch operator, a higher-order one included (and not a Python function)."""
-    return isinstance(target, OpOverload | HigherOrderOperator)
+def _is_token(desc: object) -> bool:
+    return "Token" in type(desc).__name__
+
+
+def _drop_tokens(graph: fx.Graph) -> None:
+    """Turn operators with effects, which tokens keep in order, into plain calls: the order of a graph is its list."""
+    for node in graph.find_nodes(op="call_function", target=with_effects):
+        token, target, *args = node.args
+        with graph.inserting_before(node):
+            call = graph.call_function(target, tuple(args), node.kwargs)
+        returned = node.meta["val"][1:]
+        call.meta = {**node.meta, "val": returned[0] if len(returned) == 1 else returned, "effect": True}
+        for item in list(node.users):
+            index = item.args[1]
+            if index and len(returned) > 1:
+                item.args = (call, index - 1)
+                continue
+            item.replace_all_uses_with(call if index else token)
+            graph.erase_node(item)
+        graph.erase_node(node)
+    tokens = [node for node in graph.find_nodes(op="placeholder") if _is_token(node.meta["desc"])]
+    output = graph.output_node()
+    entries = cast(Sequence[fx.Node | None], output.args[0])
+    output.args = ([None if node in tokens else node for node in entries],)
+    for node in tokens:
+        graph.erase_node(node)
+
+
+@contextlib.contextmanager
+def as_if_compiling() -> Iterator[None]:
+    """Make ``torch.compiler.is_compiling()`` true."""
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
+
+
+@contextlib.contextmanager
+def _quiet(logger: str) -> Iterator[None]:
+    """Keep back what a logger of torch writes beside the exception it raises."""
+    log = logging.getLogger(logger)
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
+
+
+@contextlib.contextmanager
+def _without_onednn() -> Iterator[None]:
+    """Trace recurrent layers as their cells: the fused oneDNN layer does not tell the tracer how much memory it takes."""
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)
+
+
+@contextlib.contextmanager
+def _eager_kernels() -> Iterator[None]:
+    """Trace the kernels that eager execution runs.
+
+    For about forty operators (dropout, upsampling, recurrent layers, one_hot) the tracer has replacements in Python, which differ
+    from eager in rounding and in memory. They are taken away while the trace lasts. Those of batch norm stay: they are what makes
+    its running statistics outputs of the graph.
+    """
+    keys = (torch._C.DispatchKey.CompositeImplicitAutograd, torch._C.DispatchKey.Autograd)
+    taken: list[tuple[OpOverload[..., Any], Any, Any]] = []
+    try:
+        for op in _replaced_operators():
+            taken += [(op, key, op.py_kernels.pop(key)) for key in keys if key in op.py_kernels]
+            op._dispatch_cache.clear()
+        yield
+    finally:
+        for op, key, kernel in taken:
+            op.py_kernels[key] = kernel
+            op._dispatch_cache.clear()
+
+
+@functools.cache
+def _replaced_operators() -> tuple[OpOverload[..., Any], ...]:
+    packets = (getattr(torch.ops.aten, name) for name in dir(torch.ops.aten) if "batch_norm" not in name)
+    overloads = (getattr(p, name) for p in packets if isinstance(p, OpOverloadPacket) for name in p._overload_names)
+    return tuple(op for op in overloads if op.py_kernels)

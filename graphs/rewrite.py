@@ -1,0 +1,276 @@
+"""Rewrites of a traced step: it computes what eager execution computes, with the memory eager takes, and nothing else. [torch]"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx
+
+from graphs.torch_private import OpOverload, is_operator, storage_bytes, storage_key, tree_leaves
+
+aten = torch.ops.aten
+
+
+def tensors_of(node: fx.Node) -> list[Tensor]:
+    """All (fake) tensors a node holds."""
+    return [leaf for leaf in tree_leaves(node.meta.get("val")) if isinstance(leaf, Tensor)]
+
+
+def outputs_of(graph: fx.Graph) -> list[fx.Node]:
+    """The entries of the output node."""
+    return list(cast(Sequence[fx.Node], graph.output_node().args[0]))
+
+
+def attribute(node: fx.Node) -> Any:
+    """What a ``get_attr`` node stands for."""
+    return operator.attrgetter(str(node.target))(node.graph.owning_module)
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether a call draws random numbers; a call of a higher-order operator does where its subgraph does."""
+    if not isinstance(node.target, OpOverload):
+        subgraphs = [attribute(n) for n in node.all_input_nodes if n.op == "get_attr"]
+        return any(is_random(n) for sub in subgraphs for n in sub.graph.nodes if n.op == "call_function")
+    if torch.Tag.nondeterministic_seeded not in node.target.tags:
+        return False
+    for i, argument in enumerate(node.target._schema.arguments):
+        if argument.name == "dropout_p":  # attention carries the tag even where nothing is dropped
+            given = node.args[i] if len(node.args) > i else node.kwargs.get("dropout_p", argument.default_value)
+            return bool(given != 0.0)
+    return True
+
+
+def is_effect(node: fx.Node) -> bool:
+    """Whether a call acts on the outside world: known to the tracer to do so, or an operator that returns no tensor."""
+    return bool(node.meta.get("effect")) or (is_operator(node.target) and not tensors_of(node))
+
+
+def lift_constants(module: fx.GraphModule) -> list[tuple[fx.Node, Tensor]]:
+    """Turn the ``get_attr`` nodes of tensors into placeholders behind the others; the new nodes and their tensors."""
+    lifted: dict[str, tuple[fx.Node, Tensor]] = {}
+    body = next(node for node in module.graph.nodes if node.op != "placeholder")
+    for node in module.graph.find_nodes(op="get_attr"):
+        tensor, target = attribute(node), str(node.target)
+        if not isinstance(tensor, Tensor):
+            continue
+        if target not in lifted:
+            with module.graph.inserting_before(body):
+                placeholder = module.graph.placeholder(target.replace(".", "_"))
+            placeholder.meta["val"] = node.meta["val"]
+            lifted[target] = placeholder, tensor
+        node.replace_all_uses_with(lifted[target][0])
+        if node is body:
+            body = node.next
+        module.graph.erase_node(node)
+    for target in lifted:
+        delattr(module, target)
+    return list(lifted.values())
+
+
+def remove_dead(graph: fx.Graph) -> None:
+    """Remove what nobody reads, profiler marks, and second ``getitem`` nodes of one tensor. Random draws and effects stay."""
+    for node in reversed(graph.nodes):
+        profiling = isinstance(node.target, OpOverload) and node.target.namespace == "profiler"
+        acts = node.op == "call_function" and not profiling and (is_random(node) or is_effect(node))
+        if node.op in ("get_attr", "call_function") and not node.users and not acts:
+            graph.erase_node(node)
+    items: dict[object, fx.Node] = {}
+    for node in graph.find_nodes(op="call_function", target=operator.getitem):
+        value = node.meta["val"]
+        if isinstance(value, Tensor):  # some operators return one tensor twice
+            what = (node.args[0], storage_key(value), value.shape, value.stride(), value.storage_offset())
+        else:
+            what = node.args
+        first = items.setdefault(what, node)
+        if first is not node:
+            node.replace_all_uses_with(first)
+            graph.erase_node(node)
+
+
+# Dropout draws its mask in place, into memory laid out like its input. The functional operator draws into contiguous memory,
+# where the same generator gives another mask. This operator is the draw as eager does it, in one piece and with no input.
+_library = torch.library.Library("belady", "DEF")  # type: ignore[no-untyped-call]
+_library.define(  # type: ignore[no-untyped-call]
+    "bernoulli(int[] size, int[] stride, float p, float divisor, *, ScalarType dtype, Device device) -> Tensor",
+    tags=(torch.Tag.nondeterministic_seeded,),
+)
+
+
+def _bernoulli(
+    size: list[int], stride: list[int], p: float, divisor: float, *, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    drawn = torch.empty_strided(size, stride, dtype=dtype, device=device).bernoulli_(p)
+    return drawn if divisor == 1 else drawn.div_(divisor)
+
+
+def _bernoulli_fake(
+    size: list[int], stride: list[int], p: float, divisor: float, *, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    return torch.empty_strided(size, stride, dtype=dtype, device=device)
+
+
+_library.impl("bernoulli", _bernoulli, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+torch.library.register_fake("belady::bernoulli", _bernoulli_fake, lib=_library)
+
+
+def fuse_bernoulli(graph: fx.Graph) -> None:
+    """Replace draws into fresh memory, and their scaling where there is one, by ``belady::bernoulli``."""
+    fresh = (aten.empty_like.default, aten.empty.memory_format, aten.empty_strided.default, aten.new_empty.default)
+    for draw in graph.find_nodes(op="call_function", target=aten.bernoulli.p):
+        memory, p = draw.args
+        if memory.target not in fresh or len(memory.users) > 1 or draw.kwargs:
+            continue
+        last, divisor = draw, 1.0
+        scaling = next(iter(draw.users), None)
+        if scaling is not None and len(draw.users) == 1 and scaling.target == aten.div.Scalar:
+            last, divisor = scaling, float(scaling.args[1])
+        like = memory.meta["val"]
+        with graph.inserting_before(last):
+            fused = graph.call_function(
+                torch.ops.belady.bernoulli.default,
+                (list(like.shape), list(like.stride()), p, divisor),
+                {"dtype": like.dtype, "device": like.device},
+            )
+        fused.meta = {**draw.meta, "val": like}
+        last.replace_all_uses_with(fused)
+        for node in dict.fromkeys((last, draw, memory)):
+            graph.erase_node(node)
+
+
+def share_casts(graph: fx.Graph, trainable: Mapping[fx.Node, int]) -> None:
+    """Cast each trainable parameter once, as the cache of autocast does, and add the gradients of its uses before casting back.
+
+    trainable  for each placeholder of such a parameter: where its gradient stands among the outputs (missing: it has none)
+    """
+    output = graph.output_node()
+    for parameter, at in trainable.items():
+        casts: dict[object, list[fx.Node]] = {}
+        for node in parameter.users:
+            if node.target == aten._to_copy.default and node.meta.get("partitioner_tag") == "is_forward":
+                casts.setdefault(tuple(sorted(node.kwargs.items())), []).append(node)
+        for first, *others in casts.values():
+            for node in others:
+                node.replace_all_uses_with(first)
+                graph.erase_node(node)
+            if others:
+                nodes = outputs_of(graph)
+                nodes[at] = _add_before_cast(nodes[at], first.meta["val"].dtype)
+                output.args = (tuple(nodes),)
+
+
+def _add_before_cast(total: fx.Node, dtype: torch.dtype) -> fx.Node:
+    """Rewrite ``cast(a) + cast(b) + ...`` into ``cast(a + b + ...)`` for the terms cast from ``dtype``; the others stay."""
+    sums: list[fx.Node] = []  # in order of arrival
+    node = total
+    while node.target == aten.add.Tensor and node.meta.get("is_gradient_acc"):
+        sums.insert(0, node)
+        node = cast(fx.Node, node.args[0])
+    terms = [(node, sums[0]), *((cast(fx.Node, s.args[1]), s) for s in sums)] if sums else []
+    low = [term for term, _ in terms if _is_cast_from(term, dtype)]
+    if len(low) < 2:
+        return total
+    result: fx.Node | None = None
+    partial: fx.Node | None = None
+    for term, at in terms:
+        added: fx.Node | None = term
+        if term in low:
+            source = cast(fx.Node, term.args[0])
+            partial = source if partial is None else _insert(at, aten.add.Tensor, (partial, source), gradient_sum=True)
+            added = _insert(at, aten._to_copy.default, (partial,), term.kwargs) if term is low[-1] else None
+        if added is not None:
+            result = added if result is None else _insert(at, aten.add.Tensor, (result, added), gradient_sum=True)
+    assert result is not None
+    total.replace_all_uses_with(result)
+    return result
+
+
+def _is_cast_from(node: fx.Node, dtype: torch.dtype) -> bool:
+    if node.target != aten._to_copy.default or len(node.users) > 1:
+        return False
+    source: Tensor = cast(fx.Node, node.args[0]).meta["val"]
+    result: Tensor = node.meta["val"]
+    return source.dtype == dtype != result.dtype
+
+
+def _insert(
+    at: fx.Node, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None, *, gradient_sum: bool = False
+) -> fx.Node:
+    """A new call of the backward before node ``at``."""
+    with at.graph.inserting_before(at):
+        node = at.graph.call_function(target, args, dict(kwargs or {}))
+    values = fx.map_arg(args, lambda n: n.meta["val"])
+    with torch.no_grad():
+        node.meta = {"val": target(*values, **node.kwargs), "partitioner_tag": "is_backward"}
+    if gradient_sum:
+        node.meta["is_gradient_acc"] = True
+    return node
+
+
+def same_layout(shape: Sequence[int], strides: Sequence[int], others: Sequence[int]) -> bool:
+    """Whether two strides place the elements alike: strides of dimensions of one element do not count."""
+    return 0 in shape or all(a == b for n, a, b in zip(shape, strides, others, strict=True) if n != 1)
+
+
+def own_gradients(graph: fx.Graph, parameter_of: Mapping[int, Tensor]) -> None:
+    """Copy gradients that are laid out otherwise than their parameter, or share elements with another result or an input.
+
+    Autograd makes the same copies when it fills ``.grad``.
+
+    parameter_of  the (real) parameter of each output that is a gradient
+    """
+    resident = {storage_key(t) for node in graph.find_nodes(op="placeholder") for t in tensors_of(node)}
+    taken: dict[int, list[tuple[int, int]]] = {}
+    nodes = outputs_of(graph)
+    for at, node in enumerate(nodes):
+        value: Tensor = node.meta["val"]
+        key, start = storage_key(value), int(value.storage_offset())
+        stop = start + 1 + sum((n - 1) * s for n, s in zip(value.shape, value.stride(), strict=True))
+        if at in parameter_of:
+            like = parameter_of[at]
+            shared = key in resident or any(start < b and a < stop for a, b in taken.get(key, ()))
+            if shared or not same_layout(value.shape, value.stride(), like.stride()):
+                channels_last = like.dim() == 4 and not like.is_contiguous()
+                channels_last = channels_last and like.is_contiguous(memory_format=torch.channels_last)
+                layout = torch.channels_last if channels_last else torch.contiguous_format
+                where = graph.output_node() if node.op == "placeholder" else node.next
+                nodes[at] = _insert(where, aten.clone.default, (node,), {"memory_format": layout})
+                continue
+        taken.setdefault(key, []).append((start, stop))
+    graph.output_node().args = (tuple(nodes),)
+
+
+# Where the tracer and the kernels disagree about bytes. Found by comparing every storage of a run with the trace.
+_LOSSES = (aten.mse_loss.default, aten.smooth_l1_loss.default, aten.binary_cross_entropy.default, aten.soft_margin_loss.default)
+_KEEP_BASE = (
+    aten.copy.default,
+    aten.slice_scatter.default,
+    aten.select_scatter.default,
+    aten.diagonal_scatter.default,
+    aten.as_strided_scatter.default,
+    aten.col2im.default,
+)
+_NORMS = (
+    aten.native_layer_norm.default,
+    aten.native_group_norm.default,
+    aten._native_batch_norm_legit_functional.default,
+    aten._native_batch_norm_legit.no_stats,
+)
+
+
+def real_bytes(node: fx.Node, index: int, tensor: Tensor, held_bytes: Callable[[fx.Node], int]) -> int:
+    """Bytes of the storage a kernel makes for output ``index`` of ``node``, where ``tensor`` is its fake.
+
+    held_bytes  of the storage of an argument
+    """
+    size = storage_bytes(tensor)
+    arguments: list[Tensor] = [t for n in node.all_input_nodes for t in tensors_of(n)]
+    if node.target in _LOSSES and not tensor.dim():  # the number keeps the memory of all losses before their mean
+        return max(size, *(t.numel() * tensor.element_size() for t in arguments))
+    if node.target in _KEEP_BASE:  # clones the whole storage behind its first argument
+        return max(size, held_bytes(node.all_input_nodes[0]))
+    if node.target in _NORMS and index and tensor.device.type == "cpu":  # in mixed precision the statistics are fp32
+        return max(size, *(tensor.numel() * t.element_size() for t in arguments))
+    return size

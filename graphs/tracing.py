@@ -1,0 +1,202 @@
+"""A model, its loss and its inputs become one traced graph; the model stays as it is. [torch]"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from graphs.errors import CaptureError
+from graphs.inputs import Arguments, Loss, check_tensor
+from graphs.torch_private import DATA_DEPENDENT, Joint, TreeSpec, as_if_compiling, to_fake, trace_joint, tree_unflatten
+
+
+def state_of(model: nn.Module, loss: Loss | None) -> dict[str, Tensor]:
+    """Distinct parameters and buffers of a model under their first names. Raises CaptureError where they cannot be captured."""
+    who = type(model).__name__
+    if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        raise CaptureError(f"{who} runs on several devices; capture the module it wraps (.module)")
+    for name, part in model.named_modules():
+        if part._backward_hooks or part._backward_pre_hooks:
+            raise CaptureError(f"{name or who} has a backward hook, which a captured step would not call; remove it")
+    state: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    for name, tensor in state.items():
+        check_tensor(name, tensor)
+        if tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
+            raise CaptureError(f"{name} has a gradient hook, which a captured step would not call; remove it")
+    if not any(tensor.requires_grad for tensor in state.values()):
+        raise CaptureError(f"no parameter of {who} requires a gradient, so there is nothing to train")
+    if isinstance(loss, nn.Module):
+        own = {id(tensor) for tensor in state.values()}
+        if any(p.requires_grad and id(p) not in own for p in loss.parameters()):
+            raise CaptureError(f"the loss {type(loss).__name__} has parameters of its own; make it a part of the model")
+    return state
+
+
+def device_of(model: nn.Module, state: Mapping[str, Tensor], asked: torch.device | None) -> torch.device:
+    """The one device the state is on. Raises CaptureError where there are several, or another one is asked for."""
+    who = type(model).__name__
+    if asked is not None and asked.type == "cuda" and not torch.cuda.is_available():
+        raise CaptureError("no CUDA device is available; capture on cpu")
+    homes = {tensor.device: name for name, tensor in state.items()}
+    if len(homes) > 1:
+        places = ", ".join(f"{name} on {home}" for home, name in homes.items())
+        raise CaptureError(f"{who} is spread over several devices ({places}); move it to one")
+    where = next(iter(homes))
+    if asked is not None and (asked.type != where.type or asked.index not in (None, where.index)):
+        raise CaptureError(f"{who} is on {where}, not on {asked}; move it there first: model.to({str(asked)!r})")
+    return where
+
+
+class Body(nn.Module):
+    """Model and loss in one module, so that parameters of the model that the loss also reads are swapped with it.
+
+    split  shares the inputs out between the two
+    """
+
+    def __init__(self, model: nn.Module, loss: Loss | None, split: Callable[[Any], Arguments]) -> None:
+        super().__init__()
+        self.model = model
+        self.loss = loss
+        self.split = split
+
+    def forward(self, inputs: Any) -> Tensor:
+        given = self.split(inputs)
+        output = self.model(*given.args, **given.kwargs)
+        if self.loss is None:
+            return _scalar(output, type(self.model).__name__)
+        output = self.loss(output, *given.targets, **given.named_targets)
+        return _scalar(output, f"the loss {getattr(self.loss, '__name__', type(self.loss).__name__)}")
+
+
+def _scalar(output: Any, who: str) -> Tensor:
+    """The loss in what a model or a loss function returned."""
+    found = output
+    if isinstance(output, Mapping):
+        found = output.get("loss")
+    elif isinstance(output, tuple | list):
+        found = output[0] if output else None
+    elif not isinstance(output, Tensor):
+        found = getattr(output, "loss", None)
+    if not isinstance(found, Tensor):
+        raise CaptureError(
+            f"{who} returns a {type(output).__name__} without a loss; give loss=, or the inputs (labels) with which it has one"
+        )
+    if found.numel() != 1:
+        raise CaptureError(f"{who} returns a tensor of shape {tuple(found.shape)}, but a loss is one number; give loss=")
+    if not found.is_floating_point():
+        raise CaptureError(f"{who} returns a loss of dtype {found.dtype}, which has no gradient")
+    if not found.requires_grad:
+        raise CaptureError(f"the loss that {who} returns does not depend on any parameter that requires a gradient")
+    return found
+
+
+def trace(
+    name: str,
+    body: Body,
+    state: Mapping[str, Tensor],
+    leaves: list[Any],
+    spec: TreeSpec,
+    where: torch.device,
+    autocast: torch.dtype | None,
+) -> Joint:
+    """Trace forward, loss and backward of ``body`` on the inputs with these leaves; ``state`` is that of its model.
+
+    Nothing is changed: not the model, whatever its forward assigns, and no generator. Raises CaptureError.
+    """
+    slots = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+
+    def run(state_now: list[Tensor], tensors_now: list[Tensor]) -> Tensor:
+        filled = list(leaves)
+        for i, tensor in zip(slots, tensors_now, strict=True):
+            filled[i] = tensor
+        given = {f"model.{key}": tensor for key, tensor in zip(state, state_now, strict=True)}
+        after = dict(given)
+        # The backward stays outside of the region, as it does in a training loop.
+        with contextlib.nullcontext() if autocast is None else torch.autocast(where.type, dtype=autocast):
+            loss = torch.func.functional_call(body, after, (tree_unflatten(filled, spec),))
+        assert isinstance(loss, Tensor)
+        for key, tensor in given.items():
+            if after[key] is not tensor:
+                _assigned(name, key.removeprefix("model."), tensor, after[key])
+        return loss
+
+    def attempt() -> Joint:
+        with _plain_context(where), _untouched(body, where):
+            fakes = to_fake([*state.values(), *(leaves[i].detach() for i in slots)])
+            return trace_joint(run, fakes[: len(state)], fakes[len(state) :])
+
+    try:
+        try:
+            return attempt()
+        except DATA_DEPENDENT:
+            with as_if_compiling():  # libraries then leave out shortcuts for which they look at the data
+                return attempt()
+    except CaptureError:
+        raise
+    except DATA_DEPENDENT as error:
+        raise CaptureError(
+            f"{name} branches on data, or has shapes that depend on it ({_first_line(error)}); rewrite that part with "
+            f"torch.where or masks of fixed shape"
+        ) from error
+    except Exception as error:
+        if "entirely functional graph" in str(error):
+            raise CaptureError(
+                f"{name} changes a tensor in place that is neither parameter nor buffer; make it one with register_buffer"
+            ) from error
+        raise CaptureError(f"{name} cannot be traced: {type(error).__name__}: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n", 1)[0]
+
+
+def _assigned(name: str, key: str, before: Tensor, after: object) -> None:
+    """A forward that assigns a buffer anew means the same as one that writes into it."""
+    same = isinstance(after, Tensor) and (after.shape, after.dtype, after.device) == (before.shape, before.dtype, before.device)
+    if isinstance(before, nn.Parameter) or not same or not isinstance(after, Tensor):
+        raise CaptureError(f"{name} replaces {key} in its forward by something else; write into it in place")
+    with torch.no_grad():
+        before.copy_(after)
+
+
+@contextlib.contextmanager
+def _plain_context(where: torch.device) -> Iterator[None]:
+    """Gradients on, autocast off."""
+    ambient = torch.is_autocast_enabled(where.type)
+    torch.set_autocast_enabled(where.type, False)
+    try:
+        with torch.inference_mode(False), torch.enable_grad():
+            yield
+    finally:
+        torch.set_autocast_enabled(where.type, ambient)
+
+
+@contextlib.contextmanager
+def _untouched(module: nn.Module, where: torch.device) -> Iterator[None]:
+    """Undo what a traced forward leaves behind: attributes of modules, and draws from the random generators."""
+    saved = [(part, dict(vars(part))) for part in module.modules()]
+    boxes = [
+        (box, list(box.items()) if isinstance(box, dict) else list(box))
+        for _, attributes in saved
+        for box in attributes.values()
+        if isinstance(box, dict | list | set)
+    ]
+    python = random.getstate()
+    try:
+        with torch.random.fork_rng([where] if where.type == "cuda" else []):
+            yield
+    finally:
+        random.setstate(python)
+        for part, attributes in saved:
+            now = vars(part)
+            for key in now.keys() - attributes.keys():
+                del now[key]
+            now.update(attributes)
+        for box, content in boxes:
+            box.clear()
+            box.extend(content) if isinstance(box, list) else box.update(content)
