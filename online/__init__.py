@@ -1,0 +1,25 @@
+"""What is decided while running. Imports graphs and planner; importing this room does not import torch."""
+
+from online.compare import Comparison, Difference, compare, diff
+from online.engine import Release
+from online.heuristics import HEURISTICS, Heuristic, ablation
+from online.replay import Replay, baseline_peak_bytes, replay_log
+from online.runtime import Failure, Run, RunStatus, run
+
+__all__ = [
+    "HEURISTICS",
+    "Comparison",
+    "Difference",
+    "Failure",
+    "Heuristic",
+    "Release",
+    "Replay",
+    "Run",
+    "RunStatus",
+    "ablation",
+    "baseline_peak_bytes",
+    "compare",
+    "diff",
+    "replay_log",
+    "run",
+]

@@ -1,0 +1,173 @@
+"""Operator logs of the DTR authors as programs: calls over views of storages, and the moments storages are let go.
+
+A Graph (``graphs.importers.dtr_log``) has no views and frees by liveness. A Program keeps what the log says: every view, every
+mutation (as a pure op that makes a new storage, as large as the whole one it replaces), and where the framework dropped its
+last reference. Constants are made by calls that take no time and read nothing. Source of the format and of the rules:
+Kirisame et al., ICLR 2021, appendix C.6.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from graphs.errors import InputError
+from graphs.files import read_text
+from graphs.program import Call, Program
+
+
+def read_program(path: str | os.PathLike[str]) -> Program:
+    """Read a log (JSON lines, gunzipped where the name ends in ``.gz``). Raises InputError naming file and line."""
+    source = Path(path)
+    text = read_text(source)
+    reader = _Reader()
+    try:
+        for at, entry in _logged(text):
+            reader.read(at, entry)
+        reader.close()
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise InputError(f"{source} is damaged at or after line {reader.line}: {type(error).__name__} {error}") from error
+    if not reader.calls:
+        raise InputError(f"{source} holds no operator calls after its START mark")
+    name = source.name.removesuffix(".gz").removesuffix(".log")
+    return reader.program(name)
+
+
+def _logged(text: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Line numbers and instructions after the START mark."""
+    started = False
+    for at, line in enumerate(text.splitlines(), start=1):
+        if not line.strip():
+            continue
+        entry = json.loads(line)
+        if started:
+            yield at, entry
+        else:
+            started = entry["INSTRUCTION"] == "ANNOTATE" and entry["ANNOTATION"] == "START"
+
+
+class _Reader:
+    """Resolves names to tensors and counts references."""
+
+    def __init__(self) -> None:
+        self.line = 0  # read last
+        self.names: list[str] = []  # of each storage: the first name of its first tensor
+        self.size_bytes: list[int] = []
+        self.constants: set[int] = set()
+        self.calls: list[Call] = []
+        self.events: list[int] = []
+        self._storage: list[int] = []  # of each tensor
+        self._uses: list[int] = []  # of each storage: references to any of its views
+        self._names: dict[str, int] = {}
+        self._open: tuple[str, list[int], list[str], int] | None = None  # a call whose results are being described
+        self._memory: list[int] = []
+        self._alias: list[int] = []
+        self._constant = ""
+
+    def read(self, line: int, entry: dict[str, Any]) -> None:
+        """Take in one instruction."""
+        self.line = line
+        kind = entry["INSTRUCTION"]
+        if kind == "MEMORY":
+            self._memory.append(int(entry["MEMORY"]))
+            if self._constant:
+                if entry["NAME"] != self._constant:
+                    raise ValueError(f"expected the size of {self._constant}")
+                s = self._new_storage(self._constant, self._memory.pop())
+                self.constants.add(s)
+                self._names[self._constant] = self._call("constant", [], [s], 0)[0]
+                self._constant = ""
+            return
+        if kind == "ALIAS":
+            self._alias.append(int(entry["ALIAS"]))
+            return
+        self.close()
+        if kind == "CONSTANT":
+            self._constant = entry["NAME"]
+        elif kind == "CALL":
+            arguments = [self._names[name] for name in entry["ARGS"]]
+            self._open = entry["NAME"], arguments, entry["RESULT"], int(entry["TIME"])
+        elif kind == "MUTATE":
+            self._mutate(entry)
+        elif kind == "COPY":
+            self._names[entry["DST"]] = self._refer(self._names[entry["SRC"]])
+        elif kind == "COPY_FROM":
+            old = self._names[entry["DST"]]
+            self._names[entry["DST"]] = self._refer(self._names[entry["SRC"]])
+            self._release(old)
+        elif kind == "RELEASE":
+            if entry["NAME"] in self._names:
+                self._release(self._names.pop(entry["NAME"]))
+        elif kind != "ANNOTATE":
+            raise ValueError(f"unknown instruction {kind!r}")
+
+    def close(self) -> None:
+        """Finish the call whose results have just been described."""
+        if self._constant:
+            raise ValueError(f"the size of {self._constant} is missing")
+        if self._open is None:
+            if self._memory or self._alias:
+                raise ValueError("a size or an alias that belongs to no call")
+            return
+        name, arguments, results, time_ns = self._open
+        if not len(results) == len(self._memory) == len(self._alias):
+            raise ValueError(f"{name} has {len(results)} results, {len(self._memory)} sizes and {len(self._alias)} aliases")
+        makes = [
+            self._new_storage(result, size) if alias < 0 else self._storage[arguments[alias]]
+            for result, size, alias in zip(results, self._memory, self._alias, strict=True)
+        ]
+        self._open, self._memory, self._alias = None, [], []
+        for result, tensor in zip(results, self._call(name, arguments, makes, time_ns), strict=True):
+            self._names[result] = tensor
+
+    def program(self, name: str) -> Program:
+        """What has been read. Tensors that still have a name at the end are kept."""
+        return Program(
+            name=name,
+            names=tuple(self.names),
+            size_bytes=tuple(self.size_bytes),
+            resident=frozenset(),
+            pinned=frozenset(self.constants),
+            calls=tuple(self.calls),
+            events=tuple(self.events),
+            kept=tuple(dict.fromkeys(self._names.values())),
+        )
+
+    def _mutate(self, entry: dict[str, Any]) -> None:
+        """Inputs -> new tensors, each as large as the whole storage it replaces; the names then mean the new ones."""
+        names = [entry["ARGS"][int(i)] for i in entry["MUTATE"]]
+        arguments = [self._names[name] for name in entry["ARGS"]]
+        makes = [self._new_storage(name, self.size_bytes[self._storage[self._names[name]]]) for name in names]
+        made = self._call(entry["NAME"], arguments, makes, int(entry["TIME"]))
+        for name, tensor in zip(names, made, strict=True):
+            old = self._names[name]
+            self._names[name] = tensor
+            self._release(old)
+
+    def _new_storage(self, name: str, size_bytes: int) -> int:
+        self.names.append(name)
+        self.size_bytes.append(size_bytes)
+        self._uses.append(0)
+        return len(self.size_bytes) - 1
+
+    def _call(self, name: str, arguments: list[int], makes: list[int], time_ns: int) -> range:
+        first = len(self._storage)
+        for s in makes:
+            self._storage.append(s)
+            self._uses[s] += 1
+        self.events.append(len(self.calls))
+        self.calls.append(Call(name, tuple(arguments), tuple(makes), time_ns))
+        return range(first, len(self._storage))
+
+    def _refer(self, tensor: int) -> int:
+        self._uses[self._storage[tensor]] += 1
+        return tensor
+
+    def _release(self, tensor: int) -> None:
+        s = self._storage[tensor]
+        self._uses[s] -= 1
+        if not self._uses[s]:
+            self.events.append(-1 - s)

@@ -1,0 +1,396 @@
+"""The DTR engine: computes, evicts, rebuilds, pins and releases. It knows no policy and no torch.
+
+Source: Kirisame et al., ICLR 2021, sections 2 and appendix C; where the paper is silent, the authors' simulator.
+
+Ops read and make *tensors*; a tensor is one view of one *storage*, and storages are what memory is counted in and what is
+evicted. Which storage goes is asked of a ``Pool`` (``online.heuristics``); what a computation or an eviction does for real is
+told to a ``Driver``. Both a Graph (no views) and an operator log drive the same engine.
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from graphs.program import Program
+from online.heuristics import Heuristic, Pool
+from online.neighborhood import Relations
+
+
+class Release(enum.StrEnum):
+    """What happens when the program drops its last reference to a storage (appendix C.3 and D.2)."""
+
+    EAGER = "eager"  # evict it at once; it can be rebuilt as an ancestor of something else
+    IGNORE = "ignore"  # nothing
+    BANISH = "banish"  # free it for good once none of its dependents is evicted, and pin those
+
+
+class Driver(Protocol):
+    """What really happens; the engine decides."""
+
+    def compute(self, op: int) -> None:
+        """Run ``op``: everything it reads is there, and there is room for what it makes."""
+
+    def free(self, storage: int) -> None:
+        """Drop ``storage``."""
+
+
+@dataclass(slots=True)
+class Counters:
+    """What a run did.
+
+    executions       ops run, repeats included
+    recomputations   ops run again, and recomputed_ns: their time
+    evictions        storages evicted to make room; released: storages evicted because the program dropped them
+    evaluations      scores a scan of the pool computes, summed over evictions
+    visits           storages looked at to keep neighbourhood sums
+    deepest          most ops under way at a time: one waits for its inputs, one of which waits for its own, ...
+    search_s         wall time spent choosing what to evict
+    """
+
+    executions: int = 0
+    recomputations: int = 0
+    recomputed_ns: int = 0
+    evictions: int = 0
+    released: int = 0
+    evaluations: int = 0
+    visits: int = 0
+    deepest: int = 0
+    search_s: float = 0.0
+
+
+class OutOfMemory(Exception):
+    """Nothing is left to evict and an op still does not fit.
+
+    op            its number
+    asked_bytes   bytes in use if it had run
+    held          storages in memory that must not be evicted
+    """
+
+    def __init__(self, op: int, asked_bytes: int, held: list[int]) -> None:
+        super().__init__(op, asked_bytes, held)
+        self.op = op
+        self.asked_bytes = asked_bytes
+        self.held = held
+
+
+class Thrashed(Exception):
+    """The time spent on recomputation has passed the limit."""
+
+
+class Engine:
+    """Memory under a budget. Declare storages and ops, then ``call`` ops and ``drop`` storages in program order.
+
+    budget_bytes  None: unlimited
+    limit_ns      most time that recomputation may take in all; limit_runs: most recomputations in all; None: no limit
+    reclaim       evict a dropped storage again as soon as the rebuild that needed it is done with it, and never keep a dropped
+                  sibling of a rebuilt storage (not in the paper)
+
+    used_bytes, peak_bytes, clock  bytes in memory now, the most so far, and the sum of the times of all ops run so far
+    steps                          what happened, in time order: ``op``, or ``-1 - storage`` for one that left memory
+    """
+
+    def __init__(
+        self,
+        budget_bytes: int | None,
+        heuristic: Heuristic,
+        *,
+        seed: int = 0,
+        release: Release = Release.EAGER,
+        reclaim: bool = False,
+        limit_ns: float | None = None,
+        limit_runs: int | None = None,
+        driver: Driver | None = None,
+    ) -> None:
+        self.budget_bytes = float("inf") if budget_bytes is None else budget_bytes
+        self.release = release
+        self.reclaim = reclaim
+        self.limit_ns = float("inf") if limit_ns is None else limit_ns
+        self.limit_runs = float("inf") if limit_runs is None else limit_runs
+        self.driver = driver
+        self._counters = Counters()
+        self.used_bytes = 0
+        self.peak_bytes = 0
+        self.clock = 1
+        self.steps: list[int] = []
+        self.relations = Relations()
+        self.size_bytes: list[int] = []  # of each storage, like the five below
+        self.pool = Pool(heuristic, self.relations, self.size_bytes, seed=seed)
+        self._views: list[list[int]] = []
+        self._resident: list[bool] = []
+        self._locks: list[int] = []
+        self._pinned: list[bool] = []
+        self._dropped: list[bool] = []
+        self._storage: list[int] = []  # of each tensor, like the three below
+        self._weight: list[int] = []  # bytes a tensor adds: 0 for a view
+        self._defined: list[bool] = []
+        self._producer: list[int] = []
+        self._inputs: list[tuple[int, ...]] = []  # of each op, like the four below
+        self._outputs: list[tuple[int, ...]] = []
+        self._time_ns: list[int] = []
+        self._made_bytes: list[int] = []
+        self._workspace_bytes: list[int] = []
+        self._banishing: set[int] = set()
+
+    @property
+    def counters(self) -> Counters:
+        """Counts so far."""
+        visits = self.pool.neighborhood.visits if self.pool.neighborhood else 0
+        return replace(self._counters, evaluations=self.pool.evaluations, visits=visits)
+
+    # Declarations
+
+    def add_storage(self, size_bytes: int, *, pinned: bool = False) -> int:
+        """A new storage; ``pinned``: once in memory it is never evicted."""
+        self.size_bytes.append(size_bytes)
+        self._views.append([])
+        self._resident.append(False)
+        self._locks.append(0)
+        self._pinned.append(pinned)
+        self._dropped.append(False)
+        self.pool.add()
+        return self.relations.add()
+
+    def add_op(self, inputs: Sequence[int], makes: Iterable[int], time_ns: int, workspace_bytes: int = 0) -> tuple[int, range]:
+        """A new op: its number, and the numbers of the tensors it makes.
+
+        inputs  tensors, in argument order, repeats included
+        makes   storages, in output order; a storage made by an earlier op stands for a view of it
+        """
+        op = len(self._inputs)
+        first = len(self._storage)
+        for s in makes:
+            self._weight.append(0 if self._views[s] else self.size_bytes[s])
+            self._views[s].append(len(self._storage))
+            self._storage.append(s)
+            self._defined.append(False)
+            self._producer.append(op)
+        outputs = range(first, len(self._storage))
+        self._inputs.append(tuple(inputs))
+        self._outputs.append(tuple(outputs))
+        self._time_ns.append(time_ns)
+        self._made_bytes.append(sum(self._weight[t] for t in outputs))
+        self._workspace_bytes.append(workspace_bytes)
+        return op, outputs
+
+    def preload(self, s: int) -> None:
+        """Pinned storage ``s`` is in memory from the start."""
+        self._resident[s] = True
+        self.used_bytes += self.size_bytes[s]
+        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+
+    # The program
+
+    def call(self, op: int) -> None:
+        """Run ``op`` for the first time. Raises OutOfMemory or Thrashed."""
+        outputs = self._outputs[op]
+        self._materialize(op, outputs[0] if outputs else -1, first=True)
+        for t in outputs:
+            self.pool.touch(self._storage[t], self.clock)
+
+    def drop(self, s: int) -> None:
+        """The program holds no reference to storage ``s`` any more."""
+        self._dropped[s] = True
+        if self.release is Release.BANISH:
+            self._banish(s)
+        elif self.release is Release.EAGER and self._resident[s] and not self._pinned[s]:
+            self._counters.released += 1
+            self._evict(s)
+
+    def keep(self, tensors: Iterable[int]) -> None:
+        """The program ends: have all of these in memory together, in this order. Raises OutOfMemory or Thrashed."""
+        for t in tensors:
+            if not self._defined[t]:
+                self._materialize(self._producer[t], t, first=False)
+            self._lock(self._storage[t])
+
+    def play(self, program: Program) -> None:
+        """Declare what ``program`` declares, under the same numbers, and do what it does. For a new engine.
+
+        Raises OutOfMemory or Thrashed.
+        """
+        for s, size_bytes in enumerate(program.size_bytes):
+            self.add_storage(size_bytes, pinned=s in program.pinned or s in program.resident)
+        for s in program.resident:
+            self.preload(s)
+        for call in program.calls:
+            self.add_op(call.inputs, call.makes, call.time_ns, call.workspace_bytes)
+        for event in program.events:
+            if event >= 0:
+                self.call(event)
+            else:
+                self.drop(-1 - event)
+        self.keep(program.kept)
+
+    # The algorithm
+
+    def _materialize(self, op: int, wanted: int, *, first: bool) -> None:
+        """Run ``op`` for its output ``wanted``, rebuilding what it reads; pending ops wait on a stack of our own."""
+        defined, storage = self._defined, self._storage
+        pending: list[tuple[int, int, bool, list[int], int]] = []
+        missing, at = self._queue(op), 0
+        while True:
+            while at < len(missing):
+                t = missing[at]
+                if defined[t]:
+                    self._lock(storage[t])
+                    at += 1
+                    continue
+                pending.append((op, wanted, first, missing, at))
+                op, wanted, first = self._producer[t], t, False
+                missing, at = self._queue(op), 0
+            if len(pending) >= self._counters.deepest:
+                self._counters.deepest = len(pending) + 1
+            self._execute(op, wanted, first)
+            if not pending:
+                return
+            op, wanted, first, missing, at = pending.pop()
+
+    def _queue(self, op: int) -> list[int]:
+        """Note the accesses of ``op``, lock what it reads and is there, and return what is not."""
+        clock, pool = self.clock, self.pool
+        missing = []
+        for t in self._inputs[op]:
+            s = self._storage[t]
+            pool.touch(s, clock)
+            if self._defined[t]:
+                self._lock(s)
+            else:
+                missing.append(t)
+        return missing
+
+    def _execute(self, op: int, wanted: int, first: bool) -> None:
+        """Make room and run ``op``; everything it reads is there and locked."""
+        workspace_bytes = self._workspace_bytes[op]
+        asked = self.used_bytes + self._made_bytes[op] + workspace_bytes
+        if asked > self.budget_bytes:
+            asked = self._make_room(op)
+        if asked > self.peak_bytes:
+            self.peak_bytes = asked
+        if self.driver is not None:
+            self.driver.compute(op)
+        self.steps.append(op)
+        self._counters.executions += 1
+        time_ns = self._time_ns[op]
+        self.clock += time_ns
+        self.used_bytes = asked - workspace_bytes
+        fresh = []
+        for t in self._outputs[op]:
+            if self._defined[t]:
+                self.used_bytes -= self._weight[t]  # the second copy
+                continue
+            self._defined[t] = True
+            s = self._storage[t]
+            if not self._resident[s]:
+                self._resident[s] = True
+                fresh.append(s)
+        if first:
+            self._relate(op)
+        if len(fresh) > 1 and self._storage[wanted] in fresh:  # the wanted storage joins the pool last
+            fresh.remove(self._storage[wanted])
+            fresh.append(self._storage[wanted])
+        for s in fresh:
+            self._arrive(s, wanted=s == self._storage[wanted])
+        for t in self._inputs[op]:
+            self._unlock(self._storage[t])
+        if not first:
+            self._counters.recomputations += 1
+            self._counters.recomputed_ns += time_ns
+            if self._counters.recomputed_ns > self.limit_ns or self._counters.recomputations > self.limit_runs:
+                raise Thrashed
+
+    def _relate(self, op: int) -> None:
+        """After its first run: what ``op`` made depends on what it read, and has cost its time."""
+        relations = self.relations
+        reads = [s for s in map(self._storage.__getitem__, self._inputs[op]) if not self._never_gone(s)]
+        for s in dict.fromkeys(map(self._storage.__getitem__, self._outputs[op])):
+            relations.cost_ns[s] += self._time_ns[op]
+            self.pool.costlier(s, self._time_ns[op])
+            for dep in reads:
+                relations.link(s, dep)
+
+    def _never_gone(self, s: int) -> bool:
+        return self._pinned[s] and self.release is not Release.BANISH
+
+    def _arrive(self, s: int, *, wanted: bool) -> None:
+        """Storage ``s`` has come into memory."""
+        rebuilt = self.relations.evicted[s]
+        if rebuilt:
+            self.relations.evicted[s] = False
+            self.pool.restored(s)
+        if not self._pinned[s]:
+            self.pool.enter(s)
+            if self.reclaim and self._dropped[s] and not wanted:
+                self._evict(s)
+                self._counters.released += 1
+        if rebuilt and self._banishing:
+            for dep in self._banishing.intersection(self.relations.deps[s]):
+                self._banish(dep)
+
+    def _lock(self, s: int) -> None:
+        if not self._locks[s] and not self._pinned[s]:
+            self.pool.leave(s)
+        self._locks[s] += 1
+
+    def _unlock(self, s: int) -> None:
+        self._locks[s] -= 1
+        if not self._locks[s] and not self._pinned[s]:
+            self.pool.join(s)
+            if self.reclaim and self._dropped[s]:
+                self._evict(s)
+                self._counters.released += 1
+
+    def _make_room(self, op: int) -> int:
+        """Evict until ``op`` fits; the bytes in use while it runs."""
+        asked = self.used_bytes + self._made_bytes[op] + self._workspace_bytes[op]
+        while asked > self.budget_bytes:
+            if not self.pool:
+                held = [s for s, there in enumerate(self._resident) if there]
+                raise OutOfMemory(op, asked, held)
+            start = time.perf_counter()
+            s = self.pool.pick(self.clock)
+            self._counters.search_s += time.perf_counter() - start
+            self._evict(s)
+            self._counters.evictions += 1
+            asked -= self.size_bytes[s]
+        return asked
+
+    def _evict(self, s: int) -> None:
+        self._remove(s)
+        self.pool.leave_memory(s)
+        self.relations.evicted[s] = True
+        self.pool.evicted(s)
+
+    def _remove(self, s: int) -> None:
+        """Take ``s`` and its views out of memory."""
+        self._resident[s] = False
+        for t in self._views[s]:
+            self._defined[t] = False
+        self.used_bytes -= self.size_bytes[s]
+        self.steps.append(-1 - s)
+        if self.driver is not None:
+            self.driver.free(s)
+
+    def _banish(self, s: int) -> None:
+        """Free ``s`` for good, unless something made from it is evicted; then wait until that is rebuilt."""
+        relations = self.relations
+        if any(relations.evicted[dependent] for dependent in relations.dependents[s]):
+            self._banishing.add(s)
+            return
+        self._banishing.discard(s)
+        for dependent in relations.dependents[s]:
+            if not self._pinned[dependent]:  # it cannot be rebuilt any more
+                self._pinned[dependent] = True
+                self.pool.leave_memory(dependent)
+        if self._resident[s]:
+            self._remove(s)
+            if not self._pinned[s]:
+                self.pool.leave_memory(s)
+        elif relations.evicted[s]:
+            relations.evicted[s] = False
+            self.pool.restored(s)
+        relations.unlink(s)
+        self._pinned[s] = True  # out of the pool for good, even if the op that runs now still holds it

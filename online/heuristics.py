@@ -1,0 +1,270 @@
+"""Which storage to evict: eviction heuristics as data, and the pool that finds the smallest score.
+
+Source: Kirisame et al., ICLR 2021, sections 2 and 4.1, appendix D.1. A score is ``cost / (size * staleness)``, where each of
+the three may be left out; the storage with the smallest score goes. A zero denominator gives an infinite score: such a
+storage goes only where nothing better is left.
+
+Ties: of equal scores the storage that joined the pool last goes, except for scores of exactly 0, where the one that joined
+first goes. Storages join when they come into memory (after one op in output order, the one that was asked for last) and
+again whenever the last op that holds them lets go. This is the order of the authors' simulator.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from online.neighborhood import Exact, Neighborhood, Relations, UnionFind
+
+Cost = Literal["neighborhood", "ancestors", "union_find", "local", "none"]
+
+
+@dataclass(frozen=True, slots=True)
+class Heuristic:
+    """One eviction rule.
+
+    cost       what stands above the line: c0 alone ("local"); c0 plus the sum over e* ("neighborhood"), over its ancestor half
+               ("ancestors"), or plus the union-find estimate of it ("union_find"); 1 ("none")
+    size       whether to divide by the bytes of the storage
+    staleness  whether to divide by the time since its last access
+    random     a uniformly random choice; the rest does not count
+    """
+
+    cost: Cost
+    size: bool
+    staleness: bool
+    random: bool = False
+
+    def score(self, local_ns: int, neighborhood_ns: int, size_bytes: int, stale_ns: int) -> float:
+        """Score of one storage; smallest goes.
+
+        local_ns         c0: time of the ops that made views of it
+        neighborhood_ns  the sum over e* that ``cost`` speaks of; 0 where it speaks of none
+        stale_ns         clock now minus clock at the last access
+        """
+        above = 1 if self.cost == "none" else local_ns + neighborhood_ns
+        below = (size_bytes if self.size else 1) * (stale_ns if self.staleness else 1)
+        return above / below if below else float("inf")
+
+
+HEURISTICS = {
+    "dtr": Heuristic("neighborhood", size=True, staleness=True),  # h_DTR
+    "dtr_eq": Heuristic("union_find", size=True, staleness=True),  # h_DTR^eq
+    "local": Heuristic("local", size=True, staleness=True),  # h_DTR^local
+    "lru": Heuristic("none", size=False, staleness=True),
+    "size": Heuristic("none", size=True, staleness=False),  # GreedyRemat of TensorFlow XLA
+    "msps": Heuristic("ancestors", size=True, staleness=False),  # after Capuchin
+    "e_star": Heuristic("neighborhood", size=True, staleness=False),  # |e*| + 1 where costs and sizes are 1 (Theorem 3.1)
+    "random": Heuristic("none", size=False, staleness=False, random=True),
+}
+
+
+def ablation() -> dict[str, Heuristic]:
+    """The 16 rules of appendix D.1: every cost with and without size and staleness; the one with nothing is random."""
+    costs: dict[str, Cost] = {"e_star": "neighborhood", "eq": "union_find", "local": "local", "none": "none"}
+    return {
+        f"{name}{'/size' * size}{'/staleness' * staleness}": Heuristic(
+            cost, size=size, staleness=staleness, random=cost == "none" and not size and not staleness
+        )
+        for name, cost in costs.items()
+        for size in (True, False)
+        for staleness in (True, False)
+    }
+
+
+class Pool:
+    """Evictable storages, scored in bulk.
+
+    Every storage in memory that is not pinned has a slot in flat arrays. Numerators of neighbourhood heuristics are lower
+    bounds: ``pick`` makes exact only those that stand at the minimum, until the minimum itself is exact.
+
+    size_bytes   bytes of each storage (shared with the caller, grows with it)
+    evaluations  scores that a scan of the pool would have computed, as in the authors' counters
+    """
+
+    def __init__(self, heuristic: Heuristic, relations: Relations, size_bytes: list[int], *, seed: int = 0) -> None:
+        self.heuristic = heuristic
+        self.relations = relations
+        self.size_bytes = size_bytes
+        self.evaluations = 0
+        self.neighborhood: Neighborhood | None = None
+        if not heuristic.random:
+            if heuristic.cost == "neighborhood":
+                self.neighborhood = Exact(relations)
+            elif heuristic.cost == "ancestors":
+                self.neighborhood = Exact(relations, descendants=False)
+            elif heuristic.cost == "union_find":
+                self.neighborhood = UnionFind(relations)
+        self._costs = heuristic.cost != "none"
+        self._rng = np.random.default_rng(seed)
+        self._members = 0
+        self._joined = 0
+        self._changes = 0  # evictions and rebuilds so far: a numerator is exact if it was computed at this count
+        self._slot: list[int] = []  # of each storage, -1 without one
+        self._last: list[int] = []  # clock at the last access, of each storage
+        self._free: list[int] = []
+        self._used = 0
+        self._at: list[int] = []  # storage in each slot
+        self._exact_at: list[int] = []
+        self._columns = np.empty((0, 0))
+        self._grow(256)
+
+    def __len__(self) -> int:
+        return self._members
+
+    def add(self) -> None:
+        """A new storage, the next number."""
+        self._slot.append(-1)
+        self._last.append(0)
+
+    def enter(self, s: int) -> None:
+        """``s`` has come into memory and can be evicted from now on."""
+        if self._free:
+            slot = self._free.pop()
+        else:
+            slot = self._used
+            if slot == len(self._at):
+                self._grow(2 * slot)
+            self._used += 1
+        self._slot[s] = slot
+        self._at[slot] = s
+        local = self.relations.cost_ns[s] if self._costs else 1
+        self._local[slot] = self._numerator[slot] = local
+        self._exact_at[slot] = -1
+        if self.heuristic.size:
+            self._size[slot] = self.size_bytes[s]
+        self._accessed[slot] = self._last[s]
+        self.join(s)
+
+    def leave_memory(self, s: int) -> None:
+        """``s`` leaves memory, or can never be evicted again."""
+        slot = self._slot[s]
+        if self._barrier[slot] == 0.0:
+            self.leave(s)
+        self._slot[s] = -1
+        self._free.append(slot)
+
+    def join(self, s: int) -> None:
+        """Nothing holds ``s`` any more."""
+        slot = self._slot[s]
+        self._barrier[slot] = 0.0
+        self._order[slot] = self._joined
+        self._joined += 1
+        self._members += 1
+
+    def leave(self, s: int) -> None:
+        """Something holds ``s``, so it must not go."""
+        self._barrier[self._slot[s]] = np.inf
+        self._members -= 1
+
+    def touch(self, s: int, clock: int) -> None:
+        """``s`` is accessed."""
+        self._last[s] = clock
+        slot = self._slot[s]
+        if slot >= 0:
+            self._accessed[slot] = clock
+
+    def costlier(self, s: int, time_ns: int) -> None:
+        """c0 of ``s`` has grown by a new view."""
+        slot = self._slot[s]
+        if self._costs and slot >= 0:
+            self._local[slot] += time_ns
+            self._numerator[slot] += time_ns
+
+    def evicted(self, s: int) -> None:
+        """``s`` has become a member of E: sums can only have grown."""
+        if self.neighborhood is not None:
+            self.neighborhood.evicted(s)
+            self._changes += 1
+
+    def restored(self, s: int) -> None:
+        """``s`` is a member of E no more: lower the bounds to what is certain."""
+        if self.neighborhood is None:
+            return
+        suspects, loss = self.neighborhood.restored(s)
+        numerator, local = self._numerator[: self._used], self._local[: self._used]
+        np.subtract(numerator, loss, out=numerator)
+        np.maximum(numerator, local, out=numerator)
+        for u in suspects:
+            slot = self._slot[u]
+            if slot >= 0:
+                numerator[slot] = local[slot]
+        self._changes += 1
+
+    def pick(self, clock: int) -> int:
+        """The member to evict now. The pool must not be empty."""
+        used, heuristic = self._used, self.heuristic
+        barrier, weight, score = self._barrier[:used], self._weight[:used], self._score[:used]
+        if heuristic.random:
+            score = self._rng.random(used) + barrier
+            self.evaluations += self._members
+            return self._at[int(score.argmin())]
+        with np.errstate(divide="ignore", invalid="ignore"):
+            if heuristic.staleness:
+                np.subtract(float(clock), self._accessed[:used], out=weight)
+                if heuristic.size:
+                    np.multiply(weight, self._size[:used], out=weight)
+            else:
+                weight[:] = self._size[:used]
+            np.divide(self._numerator[:used], weight, out=score)
+            np.add(score, barrier, out=score)
+        best = int(score.argmin())
+        if score[best] != score[best]:  # 0 / 0
+            score[np.isnan(score)] = np.inf
+            best = int(score.argmin())
+        lowest = float(score[best])
+        equals = np.flatnonzero(score == lowest)
+        while self.neighborhood is not None and lowest < np.inf:
+            unsure = [slot for slot in equals.tolist() if self._exact_at[slot] != self._changes]
+            if not unsure:
+                break
+            self._refine(unsure, score, weight)
+            lowest = float(score.min())
+            equals = np.flatnonzero(score == lowest)
+        return self._choose(lowest, equals)
+
+    def _refine(self, slots: list[int], score: npt.NDArray[np.float64], weight: npt.NDArray[np.float64]) -> None:
+        """Raise lower bounds that stand at the minimum: to the exact value, or well past the smallest other score."""
+        assert self.neighborhood is not None
+        for slot in slots:
+            score[slot] = np.inf
+        rival = float(score.min())
+        for slot in slots:
+            local, below = float(self._local[slot]), float(weight[slot])
+            # Twice as far as needed, so that bounds refined again and again do not walk the same storages too often.
+            enough = 2.0 * max(rival * below, float(self._numerator[slot])) - local
+            total, exact = self.neighborhood.cost_ns(self._at[slot], enough)
+            if exact:
+                self._exact_at[slot] = self._changes
+            self._numerator[slot] = local + total
+            score[slot] = (local + total) / below
+
+    def _choose(self, lowest: float, equals: npt.NDArray[np.intp]) -> int:
+        """Apply the rule for ties, and count what a scan would have evaluated."""
+        if lowest == np.inf:
+            equals = np.flatnonzero(self._barrier[: self._used] == 0.0)
+        if lowest == 0.0:
+            slot = int(equals[self._order[equals].argmin()])
+            earlier = (self._order[: self._used] <= self._order[slot]) & (self._barrier[: self._used] == 0.0)
+            self.evaluations += int(np.count_nonzero(earlier))
+        else:
+            slot = int(equals[self._order[equals].argmax()]) if len(equals) > 1 else int(equals[0])
+            self.evaluations += self._members
+        return self._at[slot]
+
+    def _grow(self, slots: int) -> None:
+        """Make room for ``slots`` slots."""
+        before = self._columns
+        self._columns = np.zeros((6, slots))
+        self._columns[:, : before.shape[1]] = before[:6] if before.size else 0.0
+        self._numerator, self._local, self._size, self._accessed, self._barrier, self._order = self._columns
+        if not before.size:
+            self._size[:] = 1.0
+        self._barrier[before.shape[1] :] = np.inf
+        self._size[before.shape[1] :] = 1.0
+        self._weight, self._score = np.empty(slots), np.empty(slots)
+        self._at.extend([-1] * (slots - len(self._at)))
+        self._exact_at.extend([-1] * (slots - len(self._exact_at)))

@@ -1,0 +1,194 @@
+"""The evicted neighbourhood e* of DTR: what rebuilding a storage would drag in, and what waits for it.
+
+Source: Kirisame et al., ICLR 2021, sections 2 and 4.1, appendix C.2. With E the evicted storages, e*(S) is the part of E
+that is reached from S against the arrows (ancestors) through members of E only, and the part that is reached along them
+(descendants). Heuristics ask for the sum of the costs over e*(S).
+
+An eviction can only raise such a sum, so a sum once computed stays a lower bound until something is rebuilt. ``Pool`` (in
+``online.heuristics``) lives on that: it asks for exact sums only where a lower bound does not already rule a storage out.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class Relations:
+    """Which storage is computed from which, what each costs, and which are evicted now. Storages are numbered from 0.
+
+    deps[s]        storages read by the ops that make the views of s; neither s itself nor what is never evicted
+    dependents[s]  its transpose: only what has been computed already
+    cost_ns[s]     c0: sum of the times of the ops that made a view of s
+    evicted[s]     computed at least once, and not in memory now
+    """
+
+    def __init__(self) -> None:
+        self.deps: list[list[int]] = []
+        self.dependents: list[list[int]] = []
+        self.cost_ns: list[int] = []
+        self.evicted: list[bool] = []
+
+    def add(self) -> int:
+        """A new storage, not related to any other yet."""
+        self.deps.append([])
+        self.dependents.append([])
+        self.cost_ns.append(0)
+        self.evicted.append(False)
+        return len(self.deps) - 1
+
+    def link(self, s: int, dep: int) -> None:
+        """Storage ``s`` is computed from storage ``dep``."""
+        if s != dep and dep not in self.deps[s]:
+            self.deps[s].append(dep)
+            self.dependents[dep].append(s)
+
+    def unlink(self, s: int) -> None:
+        """Take ``s`` out of the relations of all others."""
+        for dep in self.deps[s]:
+            self.dependents[dep].remove(s)
+        for dependent in self.dependents[s]:
+            self.deps[dependent].remove(s)
+        self.deps[s], self.dependents[s] = [], []
+
+
+class Neighborhood(Protocol):
+    """Sums over the evicted neighbourhood, kept up to date through evictions and rebuilds."""
+
+    visits: int  # storages looked at, counted as metadata accesses
+
+    def evicted(self, s: int) -> None:
+        """``s`` has just been evicted."""
+
+    def restored(self, s: int) -> tuple[list[int], int]:
+        """``s`` has just been rebuilt.
+
+        Returns storages whose sums may have fallen by any amount, and the most by which any other sum has fallen.
+        """
+
+    def cost_ns(self, s: int, enough: float) -> tuple[int, bool]:
+        """Sum for the resident storage ``s``, and True; or False and a lower bound above ``enough``."""
+
+
+class Exact:
+    """e* by walking through the evicted storages.
+
+    ancestors, descendants  which halves count. They are summed apart: where views make the relations cyclic, a storage in
+                            both halves counts twice, as in the authors' simulator.
+    """
+
+    def __init__(self, relations: Relations, *, ancestors: bool = True, descendants: bool = True) -> None:
+        self.relations = relations
+        self.visits = 0
+        self._halves = [relations.deps] * ancestors + [relations.dependents] * descendants
+        self._descendants = descendants
+        self._seen: list[int] = []  # walk in which a storage was seen last
+        self._walk = 0
+
+    def evicted(self, s: int) -> None:
+        """Nothing is kept, so nothing changes."""
+
+    def restored(self, s: int) -> tuple[list[int], int]:
+        """A storage below ``s`` loses at most ``s`` and what is above it; one above ``s`` can lose everything below ``s``."""
+        relations, evicted = self.relations, self.relations.evicted
+        seen, walk = self._new_walk()
+        above = 0
+        suspects = []
+        stack = [s]
+        while stack:
+            for u in relations.deps[stack.pop()]:
+                if seen[u] != walk:
+                    seen[u] = walk
+                    self.visits += 1
+                    if evicted[u]:
+                        above += relations.cost_ns[u]
+                        stack.append(u)
+                    elif self._descendants:
+                        suspects.append(u)
+        return suspects, relations.cost_ns[s] + above
+
+    def cost_ns(self, s: int, enough: float) -> tuple[int, bool]:
+        """See ``Neighborhood``."""
+        cost, evicted = self.relations.cost_ns, self.relations.evicted
+        total = visits = 0
+        for edges in self._halves:
+            seen, walk = self._new_walk()
+            stack = [s]
+            while stack:
+                for u in edges[stack.pop()]:
+                    if evicted[u] and seen[u] != walk:
+                        seen[u] = walk
+                        visits += 1
+                        total += cost[u]
+                        stack.append(u)
+                if total > enough:
+                    self.visits += visits
+                    return total, False
+        self.visits += visits
+        return total, True
+
+    def _new_walk(self) -> tuple[list[int], int]:
+        missing = len(self.relations.deps) - len(self._seen)
+        if missing:
+            self._seen.extend([0] * missing)
+        self._walk += 1
+        return self._seen, self._walk
+
+
+class UnionFind:
+    """The estimate of h_DTR^eq: directions forgotten, evicted storages in components with a running sum of their costs.
+
+    A rebuilt storage takes its cost out of its component and leaves it. The component is not split, so storages connected
+    only through it stay together.
+    """
+
+    def __init__(self, relations: Relations) -> None:
+        self.relations = relations
+        self.visits = 0
+        self._node: list[int] = []  # of each storage; -1 while it is not evicted
+        self._parent: list[int] = []
+        self._sum: list[int] = []  # of a component, at its root
+
+    def evicted(self, s: int) -> None:
+        """A new node, united with the components of all evicted neighbours."""
+        relations = self.relations
+        missing = len(relations.deps) - len(self._node)
+        if missing:
+            self._node.extend([-1] * missing)
+        root = len(self._parent)
+        self._node[s] = root
+        self._parent.append(root)
+        self._sum.append(relations.cost_ns[s])
+        for edges in (relations.deps[s], relations.dependents[s]):
+            for u in edges:
+                if relations.evicted[u] and u != s:
+                    other = self._find(self._node[u])
+                    if other != root:
+                        # Numbers of nodes grow with time: the older root keeps the component, as it is larger as a rule.
+                        root, other = min(root, other), max(root, other)
+                        self._parent[other] = root
+                        self._sum[root] += self._sum[other]
+
+    def restored(self, s: int) -> tuple[list[int], int]:
+        """Direct neighbours may lose a whole component; whoever touches the component elsewhere loses the cost of ``s``."""
+        relations = self.relations
+        self._sum[self._find(self._node[s])] -= relations.cost_ns[s]
+        # Only the reference goes: the node may be the root of the others.
+        self._node[s] = -1
+        neighbours = relations.deps[s] + relations.dependents[s]
+        self.visits += len(neighbours)
+        return [u for u in neighbours if not relations.evicted[u]], relations.cost_ns[s]
+
+    def cost_ns(self, s: int, enough: float) -> tuple[int, bool]:
+        """Sum over the distinct components among the evicted neighbours; always exact."""
+        relations, evicted = self.relations, self.relations.evicted
+        roots = {self._find(self._node[u]) for u in relations.deps[s] if evicted[u]}
+        roots.update([self._find(self._node[u]) for u in relations.dependents[s] if evicted[u]])
+        self.visits += len(relations.deps[s]) + len(relations.dependents[s])
+        return sum([self._sum[root] for root in roots]), True
+
+    def _find(self, node: int) -> int:
+        parent = self._parent
+        while parent[node] != node:
+            parent[node] = node = parent[parent[node]]  # halve the path
+            self.visits += 1
+        return node

@@ -1,0 +1,84 @@
+"""Replay of the DTR authors' operator logs, views and mutations included, by the rules of their simulator."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+
+from graphs.importers.dtr_program import read_program
+from graphs.program import Program
+from online.engine import Counters, Engine, Release
+from online.heuristics import HEURISTICS
+from online.runtime import RUNS_PER_OP, Failure, RunStatus, play, release_policy, rule
+from planner.budget import resolve_budget
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What one replay did.
+
+    time_ns        time of all ops that ran, repeats included, until the end or until it stopped
+    base_time_ns   time of running every op once
+    peak_bytes     most bytes in memory at any moment
+    steps          what happened: the number of a call, or ``-1 - storage`` for one that left memory
+    """
+
+    program: Program = field(repr=False)
+    budget_bytes: int
+    heuristic: str
+    status: RunStatus
+    time_ns: int
+    base_time_ns: int
+    peak_bytes: int
+    counters: Counters
+    failure: Failure | None
+    steps: tuple[int, ...] = field(repr=False)
+
+    @property
+    def slowdown(self) -> float:
+        """Time / base time: what the DTR paper calls overhead."""
+        return self.time_ns / self.base_time_ns
+
+
+def replay_log(
+    log: Program | str | os.PathLike[str],
+    budget: int | float | str,
+    *,
+    heuristic: str = "dtr",
+    release: Release | str = Release.EAGER,
+    reclaim: bool = False,
+    thrash_limit: float = 2.0,
+    seed: int = 0,
+) -> Replay:
+    """Replay an operator log (a file, or one read before) under a budget.
+
+    budget   bytes, or a share of ``baseline_peak_bytes``, rounded down
+    further  as in ``online.run``, but here a run is stopped as in the paper when its time passes twice the base time
+
+    Constants count against the budget from where the log makes them and are never evicted. Raises InputError for what cannot
+    be used; a replay that runs out of memory or thrashes is returned with its status.
+    """
+    program = log if isinstance(log, Program) else read_program(log)
+    budget_bytes = resolve_budget(budget, baseline_peak_bytes(program))
+    base_time_ns = program.base_time_ns
+    engine = Engine(
+        budget_bytes,
+        rule(heuristic),
+        seed=seed,
+        release=release_policy(release),
+        reclaim=reclaim,
+        limit_ns=(thrash_limit - 1) * base_time_ns,
+        limit_runs=RUNS_PER_OP * len(program.calls),
+    )
+    status, failure = play(engine, program)
+    return Replay(
+        program, budget_bytes, heuristic, status, engine.clock - 1, base_time_ns, engine.peak_bytes, engine.counters, failure,
+        tuple(engine.steps),
+    )  # fmt: skip
+
+
+def baseline_peak_bytes(program: Program) -> int:
+    """Peak without a budget, where everything goes at the moment its last reference goes, constants too (appendix D.2)."""
+    engine = Engine(None, HEURISTICS["lru"], release=Release.BANISH)
+    engine.play(program)
+    return engine.peak_bytes

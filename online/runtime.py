@@ -1,0 +1,220 @@
+"""``run``: one graph under one budget, decided online. Every run writes down its Schedule."""
+
+from __future__ import annotations
+
+import enum
+import time
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from graphs.errors import BudgetExceeded, InputError, NoScheduleFound
+from graphs.ir import Graph
+from graphs.program import Program, program_of
+from online.engine import Counters, Engine, OutOfMemory, Release, Thrashed
+from online.heuristics import HEURISTICS, Heuristic
+from planner.bounds import least_bytes
+from planner.budget import format_bytes, resolve_budget
+from planner.plan import infeasible
+from planner.result import Plan
+from planner.schedule import Schedule, from_json, keep_all
+from planner.simulate import simulate
+
+if TYPE_CHECKING:
+    from graphs.capture import Inputs, Step
+    from online.executor import Outcome
+
+
+RUNS_PER_OP = 100  # a run that recomputes more often than this, on average, is given up: costs may be 0, so time says nothing
+
+
+class RunStatus(enum.StrEnum):
+    """How an online run ended."""
+
+    COMPLETED = "COMPLETED"
+    OUT_OF_MEMORY = "OUT_OF_MEMORY"  # an op did not fit beside what must not be evicted at that moment
+    THRASHED = "THRASHED"  # recomputation passed its limit
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Where a run ran out of memory.
+
+    op           name of the op that did not fit
+    asked_bytes  bytes in use if it had run
+    held         what was in memory and must not be evicted: (name, bytes), largest first
+    """
+
+    op: str
+    asked_bytes: int
+    held: tuple[tuple[str, int], ...]
+
+    def __str__(self) -> str:
+        largest = ", ".join(f"{name} ({format_bytes(size)})" for name, size in self.held[:3])
+        return f"{len(self.held)} storages cannot be evicted now, the largest: {largest}"
+
+
+@dataclass(frozen=True)
+class Run:
+    """One online run.
+
+    schedule             every compute and free in time order; of a run that stopped, those until then
+    time_ns, peak_bytes  of the schedule, from ``simulate``; None where the run did not complete
+    counters             what it did, the searches for a victim among it
+    failure              where it ran out of memory, if it did
+    wall_s               wall time of the run
+    outcome              loss, gradients and buffers of an executed run
+    """
+
+    graph: Graph
+    budget_bytes: int
+    heuristic: str
+    seed: int
+    status: RunStatus
+    schedule: Schedule
+    time_ns: int | None
+    peak_bytes: int | None
+    counters: Counters
+    failure: Failure | None
+    wall_s: float
+    step: Step | None = field(default=None, repr=False, compare=False)
+    outcome: Outcome | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def completed(self) -> bool:
+        """Whether the whole graph ran."""
+        return self.status is RunStatus.COMPLETED
+
+    @property
+    def overhead(self) -> float | None:
+        """Time / keep-all time - 1; None for a run that stopped or a graph that takes no time."""
+        base = self.graph.keep_all_time_ns
+        return None if self.time_ns is None or not base else self.time_ns / base - 1
+
+    def plan(self) -> Plan:
+        """The recorded schedule as a Plan: FEASIBLE, or UNKNOWN where the run stopped. Nothing is proved by it."""
+        notes = {"status": str(self.status)} | asdict(self.counters)
+        if self.failure is not None:
+            notes |= {"op": self.failure.op, "asked_bytes": self.failure.asked_bytes}
+        plan = Plan.of(
+            self.graph,
+            self.budget_bytes,
+            self.schedule if self.completed else None,
+            method=f"online:{self.heuristic}",
+            seed=self.seed,
+            wall_s=self.wall_s,
+            notes=notes,
+        )
+        return replace(plan, step=self.step)
+
+    def row(self) -> dict[str, Any]:
+        """The result row of ``plan()``."""
+        return self.plan().row()
+
+
+def run(
+    target: Graph | Step,
+    budget: int | float | str,
+    *,
+    heuristic: str = "dtr",
+    release: Release | str = Release.EAGER,
+    reclaim: bool = False,
+    thrash_limit: float = 10.0,
+    seed: int = 0,
+    execute: bool = False,
+    inputs: Inputs | None = None,
+) -> Run:
+    """Run a graph online: ops in graph order, storages evicted when the next op would not fit, rebuilt when they are read.
+
+    budget        bytes (int, "6GiB") or a share of the keep-all peak (float in (0, 1]); counts everything the graph holds
+    heuristic     a name of ``online.HEURISTICS``
+    release       what to do with a value after its last read: "eager" (evict it), "ignore", "banish" (free it for good)
+    reclaim       evict such a value again as soon as the rebuild that needed it is done with it (not in the DTR paper)
+    thrash_limit  stop when all runs take this many times the keep-all time, or a hundred times as many runs as it has ops
+    seed          of the random heuristic
+    execute       run the ops of a captured Step for real, on its device, under this budget; decisions go by the costs in the
+                  graph, so they are those of the run that does not execute
+    inputs        of the step, in the form ``capture`` was given; needed to execute
+
+    A run that stops is returned with its status. With ``execute`` it raises BudgetExceeded or NoScheduleFound instead, before
+    the op that would break the budget is run. Raises InfeasibleBudget where no schedule at all fits, InputError for what
+    cannot be used.
+    """
+    evict = rule(heuristic)
+    policy = release_policy(release)
+    if not thrash_limit >= 1:
+        raise InputError(f"thrash_limit must be at least 1 (no recomputation at all), not {thrash_limit!r}")
+    step = None if isinstance(target, Graph) else target
+    graph = target if isinstance(target, Graph) else target.graph
+    budget_bytes = resolve_budget(budget, simulate(graph, keep_all(graph)).peak_bytes)
+    if budget_bytes < least_bytes(graph):
+        raise infeasible(graph, budget_bytes)
+
+    executor = None
+    if execute:
+        if step is None:
+            raise InputError(f"{graph.name} is a graph without a model behind it: it can be run online, but not executed")
+        if inputs is None:
+            raise InputError(f"executing {graph.name} needs inputs=")
+        from online.executor import Executor
+
+        executor = Executor(step, inputs)
+
+    start = time.perf_counter()
+    engine = Engine(
+        budget_bytes,
+        evict,
+        seed=seed,
+        release=policy,
+        reclaim=reclaim,
+        limit_ns=(thrash_limit - 1) * graph.keep_all_time_ns,
+        limit_runs=RUNS_PER_OP * len(graph.ops),
+        driver=executor,
+    )
+    status, failure = play(engine, program_of(graph))
+    wall_s = time.perf_counter() - start
+
+    time_ns = peak_bytes = None
+    schedule = from_json(engine.steps)
+    if status is RunStatus.COMPLETED:
+        trace = simulate(graph, schedule)
+        time_ns, peak_bytes = trace.time_ns, trace.peak_bytes
+        assert (time_ns, peak_bytes) == (engine.clock - 1, engine.peak_bytes), "the engine and simulate disagree"
+        assert peak_bytes <= budget_bytes, "the engine went over its budget"
+    elif execute:
+        if failure is not None:
+            raise BudgetExceeded(failure.op, failure.asked_bytes, budget_bytes, str(failure))
+        raise NoScheduleFound(
+            f"{heuristic} needs more than {thrash_limit:g} times the keep-all time for {graph.name} in {budget_bytes:,} bytes "
+            f"({format_bytes(budget_bytes)}) and was stopped; give it more memory or a higher thrash_limit"
+        )
+    return Run(
+        graph, budget_bytes, heuristic, seed, status, schedule, time_ns, peak_bytes, engine.counters, failure, wall_s, step,
+        executor.outcome() if executor else None,
+    )  # fmt: skip
+
+
+def play(engine: Engine, program: Program) -> tuple[RunStatus, Failure | None]:
+    """Run ``program`` on a new engine; how it ended."""
+    try:
+        engine.play(program)
+    except OutOfMemory as error:
+        named = ((program.names[s], program.size_bytes[s]) for s in error.held)
+        held = tuple(sorted(named, key=lambda entry: -entry[1]))
+        return RunStatus.OUT_OF_MEMORY, Failure(program.calls[error.op].name, error.asked_bytes, held)
+    except Thrashed:
+        return RunStatus.THRASHED, None
+    return RunStatus.COMPLETED, None
+
+
+def rule(heuristic: str) -> Heuristic:
+    """The eviction rule of that name. Raises InputError naming those there are."""
+    if heuristic not in HEURISTICS:
+        raise InputError(f"unknown heuristic {heuristic!r}; there are: {', '.join(HEURISTICS)}")
+    return HEURISTICS[heuristic]
+
+
+def release_policy(name: str) -> Release:
+    """The release policy of that name. Raises InputError naming those there are."""
+    if name not in tuple(Release):
+        raise InputError(f"unknown release policy {name!r}; there are: {', '.join(Release)}")
+    return Release(name)
