@@ -153,12 +153,22 @@ def share_casts(graph: fx.Graph, trainable: Mapping[fx.Node, int]) -> None:
                 casts.setdefault(tuple(sorted(node.kwargs.items())), []).append(node)
         for first, *others in casts.values():
             for node in others:
+                users = list(node.users)
                 node.replace_all_uses_with(first)
+                _move_views(users, storage_key(node.meta["val"]))
                 graph.erase_node(node)
             if others:
                 nodes = outputs_of(graph)
                 nodes[at] = _add_before_cast(nodes[at], first.meta["val"].dtype)
                 output.args = (tuple(nodes),)
+
+
+def _move_views(nodes: Sequence[fx.Node], key: int) -> None:
+    """Let the views among ``nodes``, and their views, be of what their arguments hold now; they were of storage ``key``."""
+    for node in nodes:
+        if any(storage_key(tensor) == key for tensor in tensors_of(node)):
+            node.meta["val"] = _value(node.target, node.args, node.kwargs)
+            _move_views(list(node.users), key)
 
 
 def _add_before_cast(total: fx.Node, dtype: torch.dtype) -> fx.Node:
@@ -201,12 +211,17 @@ def _insert(
     """A new call of the backward before node ``at``."""
     with at.graph.inserting_before(at):
         node = at.graph.call_function(target, args, dict(kwargs or {}))
-    values = fx.map_arg(args, lambda n: n.meta["val"])
-    with torch.no_grad():
-        node.meta = {"val": target(*values, **node.kwargs), "partitioner_tag": "is_backward"}
+    node.meta = {"val": _value(target, node.args, node.kwargs), "partitioner_tag": "is_backward"}
     if gradient_sum:
         node.meta["is_gradient_acc"] = True
     return node
+
+
+def _value(target: Any, args: Any, kwargs: Any) -> Any:
+    """The fake result of a call."""
+    args, kwargs = fx.map_arg((args, kwargs), lambda node: node.meta["val"])
+    with torch.no_grad():
+        return target(*args, **kwargs)
 
 
 def same_layout(shape: Sequence[int], strides: Sequence[int], others: Sequence[int]) -> bool:

@@ -227,6 +227,9 @@ def _without_onednn() -> Iterator[None]:
         torch._C._set_mkldnn_enabled(before)
 
 
+_AUTOGRAD_KEYS = (torch._C.DispatchKey.CompositeImplicitAutograd, torch._C.DispatchKey.Autograd)
+
+
 @contextlib.contextmanager
 def _eager_kernels() -> Iterator[None]:
     """Trace the kernels that eager execution runs.
@@ -235,11 +238,10 @@ def _eager_kernels() -> Iterator[None]:
     from eager in rounding and in memory. They are taken away while the trace lasts. Those of batch norm stay: they are what makes
     its running statistics outputs of the graph.
     """
-    keys = (torch._C.DispatchKey.CompositeImplicitAutograd, torch._C.DispatchKey.Autograd)
     taken: list[tuple[OpOverload[..., Any], Any, Any]] = []
     try:
         for op in _replaced_operators():
-            taken += [(op, key, op.py_kernels.pop(key)) for key in keys if key in op.py_kernels]
+            taken += [(op, key, op.py_kernels.pop(key)) for key in _AUTOGRAD_KEYS if key in op.py_kernels]
             op._dispatch_cache.clear()
         yield
     finally:
@@ -251,5 +253,5 @@ def _eager_kernels() -> Iterator[None]:
 @functools.cache
 def _replaced_operators() -> tuple[OpOverload[..., Any], ...]:
     packets = (getattr(torch.ops.aten, name) for name in dir(torch.ops.aten) if "batch_norm" not in name)
-    overloads = (getattr(p, name) for p in packets if isinstance(p, OpOverloadPacket) for name in p._overload_names)
-    return tuple(op for op in overloads if op.py_kernels)
+    overloads = (getattr(p, name) for p in packets if isinstance(p, OpOverloadPacket) for name in cast(Any, p).overloads())
+    return tuple(op for op in overloads if any(key in op.py_kernels for key in _AUTOGRAD_KEYS))
