@@ -46,7 +46,8 @@ def simulate(graph: Graph, schedule: Schedule) -> Trace:
       3. frees only what is present, and nothing resident;
       4. runs every random op for the first time in graph order, so that draws are the same as without a schedule;
       5. runs an op with an outside effect at most once, those ops in graph order;
-      6. has every graph output present at the end, and every op with an effect run.
+      6. runs every op at least once (so no schedule takes less than ``graph.keep_all_time_ns``, and draws are those of the
+         whole graph) and has every graph output present at the end.
 
     Raises InvalidSchedule naming the step and the rule broken.
     """
@@ -107,8 +108,8 @@ def simulate(graph: Graph, schedule: Schedule) -> Trace:
         if v not in present:
             raise InvalidSchedule(f"at the end {_named(graph, v)} is not in memory, but it is an output of the graph")
     for i, op in enumerate(graph.ops):
-        if op.effect and not runs[i]:
-            raise InvalidSchedule(f"at the end {op.name} has not run, but it has an outside effect")
+        if not runs[i]:
+            raise InvalidSchedule(f"at the end {op.name} has not run; every op must run at least once")
     recomputed = {i: count - 1 for i, count in enumerate(runs) if count > 1}
     return Trace(time_ns, peak, peak_step, tuple(memory), recomputed)
 
