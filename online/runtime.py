@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import time
 from dataclasses import asdict, dataclass, field, replace
@@ -149,17 +150,15 @@ def run(
     if budget_bytes < least_bytes(graph):
         raise infeasible(graph, budget_bytes)
 
-    executor = None
+    execution = None
     if execute:
         if step is None:
             raise InputError(f"{graph.name} is a graph without a model behind it: it can be run online, but not executed")
         if inputs is None:
             raise InputError(f"executing {graph.name} needs inputs=")
-        from online.executor import Executor
+        from online.executor import Execution
 
-        executor = Executor(step, inputs)
-
-    start = time.perf_counter()
+        execution = Execution(step, inputs)
     engine = Engine(
         budget_bytes,
         evict,
@@ -168,10 +167,24 @@ def run(
         reclaim=reclaim,
         limit_ns=(thrash_limit - 1) * graph.keep_all_time_ns,
         limit_runs=RUNS_PER_OP * len(graph.ops),
-        driver=executor,
+        driver=execution,
     )
-    status, failure = play(engine, program_of(graph))
-    wall_s = time.perf_counter() - start
+    program = program_of(graph)
+    outcome = None
+    start = time.perf_counter()
+    with execution or contextlib.nullcontext():
+        status, failure = play(engine, program)
+        wall_s = time.perf_counter() - start
+        if execution is not None:
+            if failure is not None:
+                raise BudgetExceeded(failure.op, failure.asked_bytes, budget_bytes, str(failure))
+            if status is not RunStatus.COMPLETED:
+                raise NoScheduleFound(
+                    f"online {heuristic} needs more than {thrash_limit:g} times the keep-all time of {graph.name} in "
+                    f"{budget_bytes:,} bytes ({format_bytes(budget_bytes)}) and was stopped; give it more memory or a higher "
+                    f"thrash_limit"
+                )
+            outcome = execution.outcome()
 
     time_ns = peak_bytes = None
     schedule = from_json(engine.steps)
@@ -180,16 +193,9 @@ def run(
         time_ns, peak_bytes = trace.time_ns, trace.peak_bytes
         assert (time_ns, peak_bytes) == (engine.clock - 1, engine.peak_bytes), "the engine and simulate disagree"
         assert peak_bytes <= budget_bytes, "the engine went over its budget"
-    elif execute:
-        if failure is not None:
-            raise BudgetExceeded(failure.op, failure.asked_bytes, budget_bytes, str(failure))
-        raise NoScheduleFound(
-            f"{heuristic} needs more than {thrash_limit:g} times the keep-all time for {graph.name} in {budget_bytes:,} bytes "
-            f"({format_bytes(budget_bytes)}) and was stopped; give it more memory or a higher thrash_limit"
-        )
     return Run(
         graph, budget_bytes, heuristic, seed, status, schedule, time_ns, peak_bytes, engine.counters, failure, wall_s, step,
-        executor.outcome() if executor else None,
+        outcome,
     )  # fmt: skip
 
 

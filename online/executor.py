@@ -1,0 +1,206 @@
+"""The online engine on real tensors: the ops of a captured step run as it decides, under its budget. [torch]
+
+Each op becomes one Python function, generated once per step: it makes the views its arguments need from the stored tensors,
+calls the operator and stores the tensors that somebody reads. Views and tuples die with the call, so what is stored is
+exactly what the engine counts; evicting a value drops its tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from graphs.capture import Inputs, Step, bind
+from planner.execute import (
+    StepResult,
+    _as_captured,
+    _attribute,
+    _draws_undone_on_failure,
+    _generator_of,
+    _generators,
+    _ones,
+    generator_state,
+    repeat_draw,
+)
+
+Store = list[Tensor | None]  # tensors of placeholders and of what ops made, by place; None while not in memory
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome(StepResult):
+    """What one training step computed; see ``StepResult``."""
+
+    @torch.no_grad()
+    def write(self, model: nn.Module) -> Tensor:
+        """Do to ``model`` what a plain step does: add to ``.grad``, change the buffers. Returns the loss."""
+        for name, gradient in self.gradients.items():
+            parameter = model.get_parameter(name)
+            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+        self.write_buffers(model)
+        return self.loss
+
+
+class Execution(contextlib.AbstractContextManager["Execution"]):
+    """Drives the ops of one training step for an ``Engine``. Enter it around the run; ``outcome`` gives the results.
+
+    Random ops keep the state their generator had before their first draw (on the host: 5 KB an op on CPU, 16 bytes on CUDA; no
+    part of the budget) and repeat that draw when they run again. Where the run fails the generators are put back.
+
+    Raises InputError where the inputs or the model differ from what was captured.
+    """
+
+    def __init__(self, step: Step, inputs: Inputs, tangent: Tensor | None = None) -> None:
+        self._step = step
+        self._code = _code_of(step)
+        self._runs = self._code.runs
+        self._places = self._code.places
+        self._draws_from = self._code.draws_from
+        self._store: Store = [None] * self._code.size
+        self._store[: len(step.sources)] = bind(step, inputs, self._code.ones if tangent is None else tangent)
+        self._states: dict[int, Tensor] = {}
+        self._context = contextlib.ExitStack()
+
+    def __enter__(self) -> Execution:
+        self._context.enter_context(_as_captured(self._step))
+        self._context.enter_context(_draws_undone_on_failure(_generators(self._step)))
+        return self
+
+    def __exit__(self, *error: Any) -> bool | None:
+        self._store.clear()
+        return self._context.__exit__(*error)
+
+    def compute(self, op: int) -> None:
+        """See ``online.engine.Driver``."""
+        where = self._draws_from.get(op)
+        if where is None:
+            self._runs[op](self._store)
+        elif op in self._states:
+            repeat_draw(self._states[op], where, self._runs[op], self._store)
+        else:
+            self._states[op] = generator_state(where)
+            self._runs[op](self._store)
+
+    def free(self, storage: int) -> None:
+        """See ``online.engine.Driver``."""
+        for place in self._places.get(storage, ()):
+            self._store[place] = None
+
+    def outcome(self) -> Outcome:
+        """Loss, gradients and buffers, once everything has run."""
+        loss: Tensor | None = None
+        gradients: dict[str, Tensor] = {}
+        buffers: dict[str, Tensor] = {}
+        for result, tensor in zip(self._step.results, self._code.results(self._store), strict=True):
+            if result.kind == "loss":
+                loss = tensor
+            else:
+                (gradients if result.kind == "gradient" else buffers)[result.name] = tensor
+        assert loss is not None
+        return Outcome(loss, gradients, buffers)
+
+
+class _Code:
+    """One generated function for each op of a step.
+
+    size        places in the store; the first are those of the placeholders
+    places      for each value, where the tensors are stored that hold it
+    draws_from  for each random op, what it draws from: a generator it is given, or the default one of a device
+    runs        runs[op](store) runs the op
+    results     results(store): the entries of the captured output
+    ones        gradient of the loss where the caller gives none: part of what is resident, so made once and kept
+    """
+
+    def __init__(self, step: Step) -> None:
+        self.places: defaultdict[int, tuple[int, ...]] = defaultdict(tuple)
+        self.draws_from: dict[int, torch.device | torch.Generator] = {}
+        self.ones = _ones(step)
+        self._constants: dict[str, object] = {}
+        self._held: dict[fx.Node, str] = {}  # expression for what a node holds
+        bases = list(step.module.graph.find_nodes(op="placeholder"))
+        bases += [node for op in range(len(step.calls)) for node in step.made_by(op).values()]
+        for place, node in enumerate(bases):
+            self._held[node] = f"s[{place}]"
+            value = step.value_of[node]
+            if value not in step.graph.resident:
+                self.places[value] += (place,)
+        self.size = len(bases)
+        for node in step.module.graph.find_nodes(op="get_attr"):
+            self._held[node] = self._constant(_attribute(node))
+
+        lines: list[str] = []
+        for op, call in enumerate(step.calls):
+            if step.graph.ops[op].random:
+                where = _generator_of(call)
+                given = where if isinstance(where, torch.device) else _attribute(where)
+                assert isinstance(given, torch.device | torch.Generator)
+                self.draws_from[op] = given
+            lines += [f"def op{op}(s):  # {call.name}", *self._views(step.views(op)), *self._run(step, op)]
+        outputs = step.module.graph.output_node().args[0]
+        lines += ["def results(s):", *self._views(step.result_views()), f"    return {self._expression(outputs)}"]
+        space = dict(self._constants)
+        exec(compile("\n".join(lines), f"<online {step.graph.name}>", "exec"), space)
+        self.runs: list[Callable[[Store], None]] = [space[f"op{op}"] for op in range(len(step.calls))]  # type: ignore[misc]
+        self.results: Callable[[Store], list[Tensor]] = space["results"]  # type: ignore[assignment]
+
+    def _views(self, nodes: tuple[fx.Node, ...]) -> list[str]:
+        """Lines that make views in local variables."""
+        lines = []
+        for at, node in enumerate(nodes):
+            if node.target == torch.ops.aten.detach.default:  # no gradients are recorded, so the tensor itself will do
+                self._held[node] = self._expression(node.args[0])
+            else:
+                lines.append(f"    v{at} = {self._called(node)}")
+                self._held[node] = f"v{at}"
+        return lines
+
+    def _run(self, step: Step, op: int) -> list[str]:
+        """Lines that run an op and store what somebody reads."""
+        call, made = step.calls[op], step.made_by(op).values()
+        if list(made) == [call]:
+            return [f"    {self._held[call]} = {self._called(call)}"]
+        lines = [f"    r = {self._called(call)}"]
+        for item in made:  # what is still there stays, and its second copy dies with r
+            lines.append(f"    if {self._held[item]} is None: {self._held[item]} = r[{item.args[1]!r}]")
+        return lines
+
+    def _called(self, node: fx.Node) -> str:
+        arguments = [self._expression(argument) for argument in node.args]
+        arguments += [f"{name}={self._expression(argument)}" for name, argument in node.kwargs.items()]
+        return f"{self._constant(node.target)}({', '.join(arguments)})"
+
+    def _expression(self, argument: object) -> str:
+        """Python for an argument of a call."""
+        if isinstance(argument, fx.Node):
+            return self._held[argument]
+        if isinstance(argument, tuple | list):
+            inside = ", ".join(self._expression(entry) for entry in argument)
+            return f"[{inside}]" if isinstance(argument, list) else f"({inside},)" if inside else "()"
+        if isinstance(argument, dict):
+            return "{" + ", ".join(f"{key!r}: {self._expression(entry)}" for key, entry in argument.items()) + "}"
+        if isinstance(argument, slice):
+            return f"slice({', '.join(self._expression(e) for e in (argument.start, argument.stop, argument.step))})"
+        if argument is None or isinstance(argument, bool | int | str):
+            return repr(argument)
+        return self._constant(argument)
+
+    def _constant(self, content: object) -> str:
+        name = f"c{len(self._constants)}"
+        self._constants[name] = content
+        return name
+
+
+_codes: weakref.WeakKeyDictionary[fx.GraphModule, _Code] = weakref.WeakKeyDictionary()
+
+
+def _code_of(step: Step) -> _Code:
+    """Generated once for all steps that share a module: they differ in costs only."""
+    if step.module not in _codes:
+        _codes[step.module] = _Code(step)
+    return _codes[step.module]
