@@ -29,7 +29,7 @@ from graphs.rewrite import (
     tensors_of,
 )
 from graphs.torch_private import Joint, OpOverload, is_operator, storage_bytes, storage_key
-from graphs.tracing import Body, device_of, state_of, trace
+from graphs.tracing import Body, device_of, region_of, state_of, trace
 
 __all__ = ["InputForm", "Inputs", "Loss", "Result", "Source", "Step", "bind", "capture"]
 
@@ -164,6 +164,13 @@ class Step:
         return tuple(operator.attrgetter(s.name) if s.kind in state else None for s in self.sources)
 
     @functools.cached_property
+    def _shared(self) -> tuple[tuple[int, int], ...]:
+        """Pairs of placeholders whose tensors were one storage and count once."""
+        first: dict[int, int] = {}
+        values = [self.value_of[node] for node in self.module.graph.find_nodes(op="placeholder")]
+        return tuple((first[v], i) for i, v in enumerate(values) if first.setdefault(v, i) != i)
+
+    @functools.cached_property
     def _wanted(self) -> tuple[_Want, ...]:
         return tuple(_Want.of(node.meta["val"]) for node in self.module.graph.find_nodes(op="placeholder"))
 
@@ -198,13 +205,12 @@ def capture(
         raise CaptureError(f"expected a torch.nn.Module, not a {type(model).__name__}")
     name = type(model).__name__ if name is None else name
     state = state_of(model, loss)
-    where = device_of(model, state, None if device is None else torch.device(device))
+    where = device_of(model, state, device)
     given = plain(own_example(model, with_labels=loss is None) if inputs is None else inputs)
     leaves, form = flatten(given)
     for label, leaf in zip(form.labels, leaves, strict=True):
         check_input(label, leaf, where)
-    if autocast is None and torch.is_autocast_enabled(where.type):
-        autocast = torch.get_autocast_dtype(where.type)
+    autocast = region_of(autocast, where)
 
     joint = trace(name, Body(model, loss, splitter(loss, given)), state, leaves, form.spec, where, autocast)
     graph = joint.module.graph
@@ -219,8 +225,11 @@ def capture(
         tensors.append(tensor)
     results = _results(name, joint, state, leaves, form)
 
-    fuse_bernoulli(graph)
     remove_dead(graph)
+    sparse = next((node for node in graph.nodes if any(t.layout != torch.strided for t in tensors_of(node))), None)
+    if sparse is not None:
+        raise CaptureError(f"{name}: {sparse.name} ({sparse.target}) makes a sparse tensor; use dense gradients (sparse=False)")
+    fuse_bernoulli(graph)
     gradient_at = {result.name: i for i, result in enumerate(results) if result.kind == "gradient"}
     if autocast is not None:
         placeholders = graph.find_nodes(op="placeholder")
@@ -258,7 +267,7 @@ def bind(step: Step, inputs: Inputs, tangent: Tensor | None = None) -> list[Tens
     tangent  gradient of the loss; ones by default
 
     Raises InputError naming what differs from the captured step: shape, dtype, device, layout, an argument that is no tensor,
-    a parameter frozen since, a module switched between training and evaluation.
+    a parameter frozen since, a module switched between training and evaluation, tensors that shared their memory then.
     """
     leaves = leaves_like(step.form, inputs)
     if tuple(part.training for part in step.model.modules()) != step.modes:
@@ -282,6 +291,10 @@ def bind(step: Step, inputs: Inputs, tangent: Tensor | None = None) -> list[Tens
             tensor = tangent
         want.check(source.name or source.kind, tensor)
         bound.append(tensor)
+    for i, j in step._shared:
+        if storage_key(bound[i]) != storage_key(bound[j]):
+            names = f"{step.sources[i].name} and {step.sources[j].name}"
+            raise InputError(f"{names} shared their memory when the step was captured, and now do not; capture it again")
     return bound
 
 
@@ -329,6 +342,8 @@ def _results(name: str, joint: Joint, state: Mapping[str, Tensor], leaves: Seque
         else:
             results.append(Result("gradient" if kind == "gradient" else "buffer", names[i]))
         nodes.append(node)
+    if {"loss", "gradient"} - {result.kind for result in results}:
+        raise CaptureError(f"the loss of {name} is one of its parameters, or a view of one: there is nothing to compute")
     joint.module.graph.output_node().args = (tuple(nodes),)
     return results
 

@@ -96,7 +96,7 @@ def check_input(label: str, leaf: object, where: torch.device) -> None:
         if leaf is None or isinstance(leaf, bool | int | float | complex | str | bytes | torch.dtype | torch.device):
             return
         raise CaptureError(
-            f"{label} is a {type(leaf).__name__}; inputs are tensors, numbers, text or None, in tuples, lists and dicts"
+            f"{label} is of type {type(leaf).__name__}; inputs are tensors, numbers, text or None, in tuples, lists and dicts"
         )
     check_tensor(label, leaf)
     if leaf.requires_grad:
@@ -111,8 +111,8 @@ def check_tensor(label: str, tensor: Tensor) -> None:
     """Refuse tensors that are no dense memory on a device."""
     if isinstance(tensor, nn.parameter.UninitializedParameter | nn.parameter.UninitializedBuffer):
         raise CaptureError(f"{label} has no shape yet; run the model once before capturing it")
-    if tensor.layout != torch.strided or tensor.is_quantized or is_traceable_wrapper_subclass(tensor):
-        raise CaptureError(f"{label} is a {type(tensor).__name__} of layout {tensor.layout}; only plain dense tensors work")
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested or is_traceable_wrapper_subclass(tensor):
+        raise CaptureError(f"{label} is a nested, sparse, quantized or wrapped tensor; only plain dense ones can be captured")
     if tensor.device.type == "meta":
         raise CaptureError(f"{label} is on the meta device, which has no kernels to plan for; move it to cpu or cuda")
     if tensor.device.type not in ("cpu", "cuda"):

@@ -80,7 +80,7 @@ def remove_dead(graph: fx.Graph) -> None:
     items: dict[object, fx.Node] = {}
     for node in graph.find_nodes(op="call_function", target=operator.getitem):
         value = node.meta["val"]
-        if isinstance(value, Tensor):  # some operators return one tensor twice
+        if isinstance(value, Tensor) and value.layout == torch.strided:  # some operators return one tensor twice
             what = (node.args[0], storage_key(value), value.shape, value.stride(), value.storage_offset())
         else:
             what = node.args

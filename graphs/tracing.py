@@ -18,8 +18,13 @@ from graphs.torch_private import DATA_DEPENDENT, Joint, TreeSpec, as_if_compilin
 def state_of(model: nn.Module, loss: Loss | None) -> dict[str, Tensor]:
     """Distinct parameters and buffers of a model under their first names. Raises CaptureError where they cannot be captured."""
     who = type(model).__name__
-    if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
-        raise CaptureError(f"{who} runs on several devices; capture the module it wraps (.module)")
+    for wrapper, inner in (
+        (nn.DataParallel, "module"),
+        (nn.parallel.DistributedDataParallel, "module"),
+        (nn.Module, "_orig_mod"),
+    ):
+        if isinstance(model, wrapper) and hasattr(model, inner):  # the last are compiled modules
+            raise CaptureError(f"{who} wraps another module; capture that one (.{inner})")
     for name, part in model.named_modules():
         if part._backward_hooks or part._backward_pre_hooks:
             raise CaptureError(f"{name or who} has a backward hook, which a captured step would not call; remove it")
@@ -37,9 +42,13 @@ def state_of(model: nn.Module, loss: Loss | None) -> dict[str, Tensor]:
     return state
 
 
-def device_of(model: nn.Module, state: Mapping[str, Tensor], asked: torch.device | None) -> torch.device:
+def device_of(model: nn.Module, state: Mapping[str, Tensor], device: torch.device | str | None) -> torch.device:
     """The one device the state is on. Raises CaptureError where there are several, or another one is asked for."""
     who = type(model).__name__
+    try:
+        asked = None if device is None else torch.device(device)
+    except RuntimeError as error:
+        raise CaptureError(f"there is no device {device!r}; give 'cpu', 'cuda' or 'cuda:0'") from error
     if asked is not None and asked.type == "cuda" and not torch.cuda.is_available():
         raise CaptureError("no CUDA device is available; capture on cpu")
     homes = {tensor.device: name for name, tensor in state.items()}
@@ -67,32 +76,42 @@ class Body(nn.Module):
     def forward(self, inputs: Any) -> Tensor:
         given = self.split(inputs)
         output = self.model(*given.args, **given.kwargs)
-        if self.loss is None:
-            return _scalar(output, type(self.model).__name__)
-        output = self.loss(output, *given.targets, **given.named_targets)
-        return _scalar(output, f"the loss {getattr(self.loss, '__name__', type(self.loss).__name__)}")
+        if self.loss is not None:
+            return _scalar(
+                self.loss(output, *given.targets, **given.named_targets),
+                f"the loss {getattr(self.loss, '__name__', type(self.loss).__name__)}",
+            )
+        if isinstance(output, Mapping):
+            output = output.get("loss", output)
+        elif isinstance(output, tuple | list) and output:
+            output = output[0]
+        elif not isinstance(output, Tensor):
+            output = getattr(output, "loss", output)
+        return _scalar(output, type(self.model).__name__)
 
 
-def _scalar(output: Any, who: str) -> Tensor:
-    """The loss in what a model or a loss function returned."""
-    found = output
-    if isinstance(output, Mapping):
-        found = output.get("loss")
-    elif isinstance(output, tuple | list):
-        found = output[0] if output else None
-    elif not isinstance(output, Tensor):
-        found = getattr(output, "loss", None)
-    if not isinstance(found, Tensor):
+def _scalar(output: object, who: str) -> Tensor:
+    """Check what should be a loss."""
+    if not isinstance(output, Tensor):
         raise CaptureError(
-            f"{who} returns a {type(output).__name__} without a loss; give loss=, or the inputs (labels) with which it has one"
+            f"{who} returns a {type(output).__name__}, not a loss; give loss=, or the inputs (labels) it needs for one"
         )
-    if found.numel() != 1:
-        raise CaptureError(f"{who} returns a tensor of shape {tuple(found.shape)}, but a loss is one number; give loss=")
-    if not found.is_floating_point():
-        raise CaptureError(f"{who} returns a loss of dtype {found.dtype}, which has no gradient")
-    if not found.requires_grad:
-        raise CaptureError(f"the loss that {who} returns does not depend on any parameter that requires a gradient")
-    return found
+    if output.numel() != 1:
+        raise CaptureError(f"{who} returns a tensor of shape {tuple(output.shape)}, but a loss is one number; give loss=")
+    if not output.is_floating_point():
+        raise CaptureError(f"{who} returns a number of dtype {output.dtype}, which has no gradient")
+    if not output.requires_grad:
+        raise CaptureError(f"what {who} returns does not depend on any parameter that requires a gradient")
+    return output
+
+
+def region_of(autocast: torch.dtype | None, where: torch.device) -> torch.dtype | None:
+    """Dtype of the autocast region to trace in: the one asked for, else that of the region around the caller, if any."""
+    if autocast is None:
+        return torch.get_autocast_dtype(where.type) if torch.is_autocast_enabled(where.type) else None
+    if autocast not in (torch.bfloat16, torch.float16):
+        raise CaptureError(f"autocast={autocast!r}: give torch.bfloat16 or torch.float16")
+    return autocast
 
 
 def trace(
