@@ -133,8 +133,9 @@ class PlannedModule(nn.Module):
         # The new buffers are written once the loss is there, so none may be given up before and made again.
         early = {_result_value(step, i) for i, result in enumerate(step.results) if result.kind != "gradient"}
         schedule = tuple(s for s in schedule if not (isinstance(s, Free) and s.value in early))
-        self.peak_bytes = _checked_peak(step, schedule, budget_bytes)
+        _checked_peak(step, schedule, budget_bytes)
         self._halves = _halves(step, schedule)
+        self.peak_bytes = _checked_peak(step, schedule, budget_bytes, self._halves)
         gradients = [result.name for result in step.results if result.kind == "gradient"]
         self._trained = tuple(operator.attrgetter(name) for name in gradients)
         self._generators = _generators(step)
@@ -169,12 +170,16 @@ class PlannedModule(nn.Module):
                 if buffer.old_at is None:
                     bound[buffer.source].copy_(new)
                     continue
-                # The backward reads the old content: leave it in the tensor that brought the new one.
+                name = watched.pop(buffer.old_at)  # the backward reads the old content
+                if buffer.cloned:
+                    given[buffer.old_at] = bound[buffer.source].clone()
+                    bound[buffer.source].copy_(new)
+                    continue
                 _swap(bound[buffer.source], new)
                 given[buffer.old_at] = new
                 if buffer.new_at is not None:
                     given[buffer.new_at] = bound[buffer.source]
-                    watched[buffer.new_at] = watched[buffer.old_at]
+                    watched[buffer.new_at] = name
             if halves.loss_at is not None:
                 watched[halves.loss_at] = "the loss"
         return loss.detach(), _Kept(given, [(name, given[at]) for at, name in watched.items()])
@@ -311,17 +316,21 @@ class _Buffer:
     source  index of its placeholder in the captured step
     old_at  where the second half takes its old content; None where it does not read it
     new_at  where the second half takes its new content; likewise
+    cloned  the old content needs memory of its own. Otherwise it changes places with the new one, in the tensor that brought
+            that; and where the second half reads both, it takes the new content from the buffer
     """
 
     source: int
     old_at: int | None
     new_at: int | None
+    cloned: bool
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Halves:
     """A schedule cut where the backward starts.
 
+    cut             index in the schedule of the first step of the second half
     forward         takes the placeholders ``forward_reads``; returns the loss, the new content of ``buffers``, ``handed``
     backward        takes ``handed`` and the placeholders ``backward_reads``; returns the gradients in the order of results
     handed          names of the values and generator states that go from one to the other
@@ -329,6 +338,7 @@ class _Halves:
     tangent_at      where it takes the gradient of the loss; likewise
     """
 
+    cut: int
     forward: fx.GraphModule
     forward_reads: tuple[int, ...]
     backward: fx.GraphModule
@@ -353,10 +363,10 @@ def _halves(step: Step, schedule: Schedule) -> _Halves:
     for node in sources:
         first.receive(node)
     first.run(before)
-    early_values = {_result_value(step, i) for i in (loss, *buffers)}
-    values = sorted(_needed(step, after, gradients, early_values))
+    early_results = (loss, *buffers)
+    values = sorted(_needed(step, after, gradients, {_result_value(step, i) for i in early_results}))
     draws = sorted(first.states.keys() & set(computes(after)))
-    early = [first.result(i) for i in (loss, *buffers)]
+    early = [first.result(i) for i in early_results]
     handed = [first.value(v) for v in values] + [first.states[op] for op in draws]
     forward_reads = first.drop_unread(sources, [*early, *handed])
     forward = first.finish([*early, *handed], "Forward")
@@ -375,20 +385,26 @@ def _halves(step: Step, schedule: Schedule) -> _Halves:
 
     at = {v: i for i, v in enumerate(values)}
     source_at = {source: len(handed) + i for i, source in enumerate(backward_reads)}
-    index = {source.name: i for i, source in enumerate(step.sources) if source.kind == "buffer"}
-    tangent = next((i for i, source in enumerate(step.sources) if source.kind == "tangent"), -1)
+    index = {(source.kind, source.name): i for i, source in enumerate(step.sources)}
+
+    def buffer(i: int) -> _Buffer:
+        source = index["buffer", step.results[i].name]
+        value = _result_value(step, i)
+        old_at, new_at = source_at.get(source), at.get(value)
+        # Only a tensor that is all of a storage of its own can take over the old content.
+        own = second.maker.get(value) is _results(step)[i] and [_result_value(step, j) for j in early_results].count(value) == 1
+        return _Buffer(source, old_at, new_at, old_at is not None and not own)
+
     return _Halves(
+        cut,
         forward,
         forward_reads,
         backward,
         backward_reads,
         tuple(node.name for node in handed),
-        tuple(
-            _Buffer(index[step.results[i].name], source_at.get(index[step.results[i].name]), at.get(_result_value(step, i)))
-            for i in buffers
-        ),
+        tuple(buffer(i) for i in buffers),
         at.get(_result_value(step, loss)),
-        source_at.get(tangent),
+        source_at.get(index.get(("tangent", ""), -1)),
     )
 
 
@@ -480,7 +496,7 @@ class _Code:
 
     def result(self, i: int) -> fx.Node:
         """The node that holds entry ``i`` of the captured results."""
-        return self._holder(self.step.module.graph.output_node().args[0][i])  # type: ignore[index, arg-type]
+        return self._holder(_results(self.step)[i])
 
     def finish(self, outputs: list[fx.Node], name: str) -> fx.GraphModule:
         """The code, returning the list ``outputs``."""
@@ -611,21 +627,42 @@ def _repeated_draws(step: Step, schedule: Schedule) -> frozenset[int]:
 # Shared by PlannedStep and PlannedModule.
 
 
-def _checked_peak(step: Step, schedule: Schedule, budget_bytes: int | None) -> int:
+def _checked_peak(step: Step, schedule: Schedule, budget_bytes: int | None, halves: _Halves | None = None) -> int:
+    """Peak of a valid schedule; with ``halves``, of those, where each clone of a buffer comes on top.
+
+    Raises BudgetExceeded where it is more than the budget.
+    """
+    sources = _placeholders(step)
     trace = simulate(step.graph, schedule)
-    if budget_bytes is not None and trace.peak_bytes > budget_bytes:
-        op = next((step.graph.ops[s.op].name for s in schedule[trace.peak_step :] if isinstance(s, Compute)), step.graph.name)
-        raise BudgetExceeded(op, trace.peak_bytes, budget_bytes, "nothing ran; plan for a larger budget")
-    return trace.peak_bytes
+    peak_bytes, peak_step = trace.peak_bytes, trace.peak_step
+    cloned = (
+        [step.graph.values[step.value_of[sources[buffer.source]]].size_bytes for buffer in halves.buffers if buffer.cloned]
+        if halves
+        else []
+    )
+    if halves and cloned:
+        later = range(max(halves.cut - 1, 0), len(schedule))
+        worst = max(later, key=trace.memory_bytes.__getitem__)
+        if trace.memory_bytes[worst] + sum(cloned) > peak_bytes:
+            peak_bytes, peak_step = trace.memory_bytes[worst] + sum(cloned), worst
+    if budget_bytes is not None and peak_bytes > budget_bytes:
+        op = next((step.graph.ops[s.op].name for s in schedule[peak_step:] if isinstance(s, Compute)), step.graph.name)
+        raise BudgetExceeded(op, peak_bytes, budget_bytes, "nothing ran; plan for a larger budget")
+    return peak_bytes
 
 
 def _placeholders(step: Step) -> list[fx.Node]:
     return list(step.module.graph.find_nodes(op="placeholder"))
 
 
+def _results(step: Step) -> tuple[fx.Node, ...]:
+    nodes: Any = step.module.graph.output_node().args[0]
+    return tuple(nodes)
+
+
 def _result_value(step: Step, i: int) -> int:
     """The Value of entry ``i`` of the captured results."""
-    return step.value_of[step.module.graph.output_node().args[0][i]]  # type: ignore[index]
+    return step.value_of[_results(step)[i]]
 
 
 def _ones(step: Step) -> Tensor | None:

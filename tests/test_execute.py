@@ -1,0 +1,810 @@
+"""Schedules on real tensors: the same answer to the last bit, the same peak to the last byte."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import random
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from graphs.capture import Step, capture
+from graphs.errors import BudgetExceeded, InputError, InvalidSchedule
+from graphs.ir import Graph
+from planner.execute import PlannedModule, PlannedStep, StepResult, lower, run_step
+from planner.measure import StorageMeter, measure
+from planner.schedule import Compute, Free, Schedule, computes, keep_all, with_frees
+from planner.simulate import simulate
+
+PLENTY = 1 << 40
+
+
+# Models. Each returns its own loss.
+
+
+class Mlp(nn.Module):
+    """Dropout, batch norm, residuals."""
+
+    def __init__(self, width: int = 16, depth: int = 3) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
+        self.norms = nn.ModuleList(nn.BatchNorm1d(width) for _ in range(depth))
+        self.head = nn.Linear(width, 5)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            x = x + F.dropout(F.gelu(norm(layer(x))), 0.3, self.training)
+        return F.cross_entropy(self.head(x), y)
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, stride: int) -> None:
+        super().__init__()
+        self.a = nn.Conv2d(width, width, 3, stride, 1, bias=False)
+        self.b = nn.Conv2d(width, width, 3, 1, 1, bias=False)
+        self.norm_a, self.norm_b = nn.BatchNorm2d(width), nn.BatchNorm2d(width)
+        self.short = nn.Conv2d(width, width, 1, stride) if stride > 1 else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.short(x) + self.norm_b(self.b(F.relu(self.norm_a(self.a(x))))))
+
+
+class ConvNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, 1, 1)
+        self.blocks = nn.Sequential(Block(8, 1), nn.MaxPool2d(2), Block(8, 2))
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(self.blocks(self.stem(x)).mean((2, 3))), y)
+
+
+class Transformer(nn.Module):
+    """Attention with dropout, tied embedding, several outputs of one op."""
+
+    def __init__(self, width: int = 16, words: int = 20) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(words, width)
+        self.norm = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.head = nn.Linear(width, words, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = F.dropout(self.embed(ids), 0.1, self.training)
+        b, t, d = x.shape
+        q, k, v = self.qkv(self.norm(x)).split(d, dim=2)
+        q, k, v = (z.view(b, t, 2, d // 2).transpose(1, 2) for z in (q, k, v))
+        a = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=0.2)
+        x = x + self.out(a.transpose(1, 2).reshape(b, t, d))
+        best, _ = x.topk(4, dim=2)
+        return F.cross_entropy(self.head(x)[:, :-1].flatten(0, 1), ids[:, 1:].flatten()) + best.var()
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.LSTMCell(6, 8)
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = c = x.new_zeros(x.shape[0], 8)
+        for t in range(x.shape[1]):
+            h, c = self.cell(x[:, t], (h, c))
+            h = F.dropout(h, 0.2)
+        return self.head(h).square().mean()
+
+
+class PowerIteration(nn.Module):
+    """A buffer that changes during the forward and is read before and after, as in spectral norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 6))
+        self.register_buffer("u", F.normalize(torch.randn(6), dim=0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        old = self.u * 2
+        with torch.no_grad():
+            self.u.copy_(F.normalize(self.weight.mv(self.u), dim=0))
+        sigma = self.weight.mv(self.u).norm()
+        return (F.relu(x @ (self.weight / sigma)) * self.u * old.sin()).exp().mean()
+
+
+def _mlp() -> tuple[nn.Module, tuple[Tensor, ...], torch.dtype | None]:
+    return Mlp(), (torch.randn(12, 16), torch.randint(5, (12,))), None
+
+
+def _mlp_autocast() -> tuple[nn.Module, tuple[Tensor, ...], torch.dtype | None]:
+    return Mlp(), (torch.randn(12, 16), torch.randint(5, (12,))), torch.bfloat16
+
+
+def _conv() -> tuple[nn.Module, tuple[Tensor, ...], torch.dtype | None]:
+    return ConvNet(), (torch.randn(2, 3, 8, 8), torch.randint(5, (2,))), None
+
+
+def _transformer() -> tuple[nn.Module, tuple[Tensor, ...], torch.dtype | None]:
+    return Transformer(), (torch.randint(20, (2, 7)),), None
+
+
+def _recurrent() -> tuple[nn.Module, tuple[Tensor, ...], torch.dtype | None]:
+    return Recurrent(), (torch.randn(3, 4, 6),), None
+
+
+def _power() -> tuple[nn.Module, tuple[Tensor, ...], torch.dtype | None]:
+    return PowerIteration(), (torch.randn(5, 6),), None
+
+
+MODELS: dict[str, Callable[[], tuple[nn.Module, tuple[Tensor, ...], torch.dtype | None]]] = {
+    "mlp": _mlp,
+    "mlp-autocast": _mlp_autocast,
+    "conv": _conv,
+    "transformer": _transformer,
+    "recurrent": _recurrent,
+    "power": _power,
+}
+
+
+class Case:
+    """A captured model and what plain PyTorch makes of it."""
+
+    def __init__(self, name: str) -> None:
+        torch.manual_seed(0)
+        self.model, self.inputs, self.autocast = MODELS[name]()
+        self.start = copy.deepcopy(self.model.state_dict())
+        self.step = capture(self.model, self.inputs, name=name, autocast=self.autocast)
+        self.graph = self.step.graph
+        twin = copy.deepcopy(self.model)
+        self.prepare()
+        self.loss = self.plain(twin)
+        self.loss.backward()
+        self.generator_end = torch.get_rng_state()
+        self.gradients = {n: p.grad for n, p in twin.named_parameters()}
+        self.buffers = dict(twin.named_buffers())
+
+    def plain(self, model: nn.Module) -> Tensor:
+        with torch.autocast("cpu", dtype=self.autocast or torch.bfloat16, enabled=self.autocast is not None):
+            loss: Tensor = model(*self.inputs)
+        return loss
+
+    def prepare(self) -> None:
+        self.model.load_state_dict(self.start)
+        self.model.zero_grad(set_to_none=True)
+        torch.manual_seed(3)
+
+    def check(self, result: StepResult) -> None:
+        assert torch.equal(result.loss, self.loss)
+        _same(result.gradients, self.gradients)
+        _same(result.buffers, {n: b for n, b in self.buffers.items() if n in result.buffers})
+        assert torch.equal(torch.get_rng_state(), self.generator_end)
+
+    def check_model(self) -> None:
+        _same({n: p.grad for n, p in self.model.named_parameters()}, self.gradients)
+        _same(dict(self.model.named_buffers()), self.buffers)
+        assert torch.equal(torch.get_rng_state(), self.generator_end)
+
+
+def _same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor), name
+
+
+@functools.cache
+def _case(name: str) -> Case:
+    return Case(name)
+
+
+@pytest.fixture(params=MODELS)
+def case(request: pytest.FixtureRequest) -> Iterator[Case]:
+    found = _case(request.param)
+    found.prepare()
+    yield found
+    found.prepare()
+
+
+@pytest.fixture
+def mlp() -> Iterator[Case]:
+    found = _case("mlp")
+    found.prepare()
+    yield found
+    found.prepare()
+
+
+# Schedules.
+
+
+def rematerializing(graph: Graph, seed: int, share: float = 0.06) -> Schedule:
+    """Run the graph in order, forget values at random, and make again, with all it takes, what is missing."""
+    chance = random.Random(seed)
+    order: list[int] = []
+    present: set[int] = set()
+
+    def make(op: int) -> None:
+        for v in graph.ops[op].inputs:
+            if v not in graph.resident and v not in present:
+                make(graph.producer[v])
+        order.append(op)
+        present.update(graph.ops[op].outputs)
+
+    for op in range(len(graph.ops)):
+        make(op)
+        for v in sorted(present):
+            if chance.random() < share and len(order) < 20 * len(graph.ops):
+                present.discard(v)
+    for v in sorted(graph.outputs - graph.resident):
+        if v not in present:
+            make(graph.producer[v])
+    return with_frees(graph, order)
+
+
+def dawdling(schedule: Schedule, seed: int) -> Schedule:
+    """The same runs, with some frees left out: values stay longer, and are there when they are made again."""
+    chance = random.Random(seed)
+    return tuple(s for s in schedule if isinstance(s, Compute) or chance.random() < 0.6)
+
+
+def memory_while_running(step: Step, schedule: Schedule, inputs: Any) -> list[int]:
+    """Bytes in memory during each op that makes something, as the storages themselves tell."""
+    seen: list[int] = []
+
+    class Watch(StorageMeter):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            births = self.births
+            result = super().__torch_dispatch__(func, types, args, kwargs)
+            if self.births > births:
+                seen.append(step.graph.resident_bytes + self.live_bytes)
+            return result
+
+        births = 0
+
+        def _meet(self, tensor: Tensor, *, born: bool) -> None:
+            known = len(self._known)
+            super()._meet(tensor, born=born)
+            self.births += born and len(self._known) > known
+
+    planned = PlannedStep(step, schedule)
+    with Watch():
+        planned(inputs)
+    return seen
+
+
+# The same answer, within the same bytes.
+
+
+@pytest.mark.parametrize("seed", [None, 0, 1, 2])
+def test_step_is_plain_pytorch_to_the_last_bit_and_byte(case: Case, seed: int | None) -> None:
+    graph = case.graph
+    schedule = keep_all(graph) if seed is None else rematerializing(graph, seed)
+    assert seed is None or simulate(graph, schedule).recomputed_ops > 0
+    planned = PlannedStep(case.step, schedule)
+    measured = measure(lambda: planned(case.inputs), case.step.device, graph.resident_bytes, prepare=case.prepare)
+    case.check(measured.result)
+    assert measured.peak_bytes == planned.peak_bytes == simulate(graph, schedule).peak_bytes
+    _same(case.model.state_dict(), case.start)  # nothing was written
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_storages_follow_the_schedule_op_by_op(case: Case, seed: int) -> None:
+    schedule = rematerializing(case.graph, seed)
+    trace = simulate(case.graph, schedule)
+    planned = [
+        held
+        for s, held in zip(schedule, trace.memory_bytes, strict=True)
+        if isinstance(s, Compute) and case.graph.ops[s.op].outputs
+    ]
+    assert memory_while_running(case.step, schedule, case.inputs) == planned
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_frees_that_come_late_or_never_cost_no_more_than_planned(case: Case, seed: int) -> None:
+    schedule = dawdling(rematerializing(case.graph, seed), seed)
+    planned = PlannedStep(case.step, schedule)
+    case.prepare()
+    with StorageMeter() as meter:
+        result = planned(case.inputs)
+    case.check(result)
+    assert case.graph.resident_bytes + meter.peak_bytes <= planned.peak_bytes
+
+
+@pytest.mark.parametrize("seed", [None, 0, 1])
+def test_module_is_plain_pytorch_to_the_last_bit(case: Case, seed: int | None) -> None:
+    schedule = keep_all(case.graph) if seed is None else rematerializing(case.graph, seed)
+    module = PlannedModule(case.step, schedule, PLENTY)
+    loss = module(*case.inputs)
+    assert torch.equal(loss, case.loss)
+    _same(dict(case.model.named_buffers()), case.buffers)  # written once, by the call
+    loss.backward()
+    case.check_model()
+
+
+@pytest.mark.parametrize("seed", [None, 0, 1, 2])
+def test_module_and_autograd_together_stay_within_the_plan(case: Case, seed: int | None) -> None:
+    """Autograd takes over the gradients without copying them; the new buffers go once they are written."""
+    graph = case.graph
+    schedule = keep_all(graph) if seed is None else rematerializing(graph, seed)
+    module = PlannedModule(case.step, schedule, PLENTY)
+
+    def run() -> None:
+        module(*case.inputs).backward()
+
+    tangent_bytes = case.loss.nbytes  # resident in the graph, made anew by backward()
+    measured = measure(run, case.step.device, graph.resident_bytes - tangent_bytes, prepare=case.prepare)
+    written = sum(b.nbytes for b in case.buffers.values())
+    case.check_model()
+    assert module.peak_bytes - written - case.loss.nbytes <= measured.peak_bytes <= module.peak_bytes
+    if not written:
+        assert measured.peak_bytes == module.peak_bytes
+
+
+def test_module_peak_is_exact_where_no_buffer_is_written() -> None:
+    assert not _case("transformer").buffers, "the test above is exact on this model"
+
+
+def test_gradients_are_handed_over_not_copied(mlp: Case) -> None:
+    module = PlannedModule(mlp.step, keep_all(mlp.graph), PLENTY)
+    made: list[int] = []
+    run = module._run_backward
+
+    def spy(*args: Any) -> list[Tensor]:
+        gradients = run(*args)
+        made.extend(g.data_ptr() for g in gradients)
+        return gradients
+
+    module.__dict__["_run_backward"] = spy
+    module(*mlp.inputs).backward()
+    assert sorted(made) == sorted(p.grad.data_ptr() for p in mlp.model.parameters() if p.grad is not None)
+
+
+@pytest.mark.parametrize("name", ["mlp", "conv", "transformer", "recurrent"])
+def test_ten_optimizer_steps_give_the_same_losses(name: str) -> None:
+    case = _case(name)
+    case.prepare()
+    twin = copy.deepcopy(case.model)
+    module = PlannedModule(case.step, rematerializing(case.graph, 5), PLENTY)
+
+    def train(parameters: Any, loss_of: Callable[[], Tensor]) -> list[float]:
+        torch.manual_seed(11)
+        optimizer = torch.optim.AdamW(parameters, lr=1e-2)
+        losses = []
+        for _ in range(10):
+            optimizer.zero_grad()
+            loss = loss_of()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    plain = train(twin.parameters(), lambda: case.plain(twin))
+    assert train(module.parameters(), lambda: module(*case.inputs)) == plain
+    assert len(set(plain)) == 10
+    _same(module.state_dict(), twin.state_dict())
+    case.prepare()
+
+
+def test_a_step_leaves_no_memory_behind(mlp: Case) -> None:
+    module = PlannedModule(mlp.step, rematerializing(mlp.graph, 2), PLENTY)
+    left = []
+    with StorageMeter() as meter:
+        for _ in range(3):
+            mlp.model.zero_grad(set_to_none=True)
+            module(*mlp.inputs).backward()
+            left.append(meter.live_bytes)
+        loss = module(*mlp.inputs)
+        waiting = meter.live_bytes
+        del loss
+    gradients = sum(p.nbytes for p in mlp.model.parameters())
+    assert left == [gradients] * 3
+    assert waiting > left[0]
+    assert meter.live_bytes == gradients, "a loss that is dropped takes its values along"
+
+
+# Training as with any module.
+
+
+def test_gradients_accumulate_and_scale_like_those_of_the_model(mlp: Case) -> None:
+    twin = copy.deepcopy(mlp.model)
+    module = PlannedModule(mlp.step, rematerializing(mlp.graph, 4), PLENTY)
+    for run in (lambda: twin(*mlp.inputs), lambda: module(*mlp.inputs)):
+        torch.manual_seed(5)
+        for scale in (1024.0, 3.0):
+            (run() * scale / 2).backward()
+    _same({n: p.grad for n, p in mlp.model.named_parameters()}, {n: p.grad for n, p in twin.named_parameters()})
+    _same(mlp.model.state_dict(), twin.state_dict())
+
+
+def test_two_losses_may_wait_for_one_backward(mlp: Case) -> None:
+    twin = copy.deepcopy(mlp.model)
+    module = PlannedModule(mlp.step, keep_all(mlp.graph), PLENTY)
+    for run in (lambda: twin(*mlp.inputs), lambda: module(*mlp.inputs)):
+        torch.manual_seed(5)
+        (run() + 2 * run()).backward()
+    _same({n: p.grad for n, p in mlp.model.named_parameters()}, {n: p.grad for n, p in twin.named_parameters()})
+    _same(mlp.model.state_dict(), twin.state_dict())
+
+
+def test_old_and_new_content_of_a_buffer_may_both_be_read_late() -> None:
+    """The new content is a view, so the old one cannot change places with it: that costs a copy, which counts."""
+
+    class Drift(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(3, 4))
+            self.register_buffer("b", torch.randn(3, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = (self.w * (self.b * 2)).sin()
+            self.b.t().add_(1)
+            return (x * y * self.b).exp().sum()
+
+    torch.manual_seed(0)
+    model, x = Drift(), torch.randn(3, 4)
+    step = capture(model, x)
+    start, twin = copy.deepcopy(model.state_dict()), copy.deepcopy(model)
+    wanted = twin(x)
+    wanted.backward()
+    schedules = [keep_all(step.graph), *(rematerializing(step.graph, seed, 0.3) for seed in range(10))]
+    extra = set()
+    for schedule in schedules:
+        model.load_state_dict(start)
+        module = PlannedModule(step, schedule, PLENTY)
+        model.zero_grad()
+        with StorageMeter() as meter:
+            loss = module(x)
+            loss.backward()
+        assert torch.equal(loss, wanted)
+        _same({"w": model.w.grad, "b": model.b}, {"w": twin.w.grad, "b": twin.b})
+        assert step.graph.resident_bytes - loss.nbytes + meter.peak_bytes <= module.peak_bytes
+        extra.add(module.peak_bytes - PlannedStep(step, schedule).peak_bytes)
+        with pytest.raises(BudgetExceeded):
+            PlannedModule(step, schedule, module.peak_bytes - 1)
+    assert max(extra) > 0
+
+
+def test_autocast_around_the_call_does_not_cast_twice(mlp: Case) -> None:
+    module = PlannedModule(mlp.step, keep_all(mlp.graph), PLENTY)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = module(*mlp.inputs)
+        loss.backward()
+    assert torch.equal(loss, mlp.loss)
+    mlp.check_model()
+
+
+def test_without_gradients_only_the_loss_is_computed(mlp: Case) -> None:
+    module = PlannedModule(mlp.step, keep_all(mlp.graph), PLENTY)
+    with torch.no_grad(), StorageMeter() as meter:
+        loss = module(*mlp.inputs)
+        assert meter.live_bytes == loss.nbytes
+    assert torch.equal(loss, mlp.loss)
+    assert not loss.requires_grad
+    _same(dict(mlp.model.named_buffers()), mlp.buffers)
+
+
+def test_everything_else_is_the_models_own(mlp: Case) -> None:
+    module = PlannedModule(mlp.step, keep_all(mlp.graph), PLENTY)
+    model = mlp.model
+    assert list(module.state_dict()) == list(model.state_dict())
+    assert [n for n, _ in module.named_parameters()] == [n for n, _ in model.named_parameters()]
+    assert all(a is b for a, b in zip(module.parameters(), model.parameters(), strict=True))
+    assert [n for n, _ in module.named_buffers()] == [n for n, _ in model.named_buffers()]
+    assert list(module.modules()) == list(model.modules())
+    assert list(module.children()) == list(model.children())
+    assert module.get_parameter("head.weight") is model.head.weight
+    assert module.head is model.head
+    assert "Mlp" in repr(module)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        module.nothing  # noqa: B018
+    module.load_state_dict({k: torch.zeros_like(v) for k, v in model.state_dict().items()})
+    assert not any(p.any() for p in model.parameters())
+    module.apply(lambda part: setattr(part, "visited", True))
+    assert model.visited
+    assert module.to(torch.float32) is module
+
+
+def test_evaluation_runs_the_plain_model() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
+    x, y = torch.randn(6, 4), torch.randn(6, 4)
+    step = capture(model, (x, y), loss=F.mse_loss)
+    module = PlannedModule(step, keep_all(step.graph), PLENTY)
+    assert module(x, y).shape == ()
+    module.eval()
+    assert not model.training
+    assert not module.training
+    assert not model[2].training
+    before = copy.deepcopy(model.state_dict())
+    assert torch.equal(module(x), model(x))
+    _same(model.state_dict(), before)
+    assert module.train() is module
+    assert model[2].training
+    assert module(x, y).requires_grad
+
+
+def test_inputs_come_as_they_were_captured() -> None:
+    class Named(nn.Linear):
+        def forward(self, a: Tensor, scale: Tensor) -> Tensor:  # type: ignore[override]
+            return (super().forward(a) * scale).sum()
+
+    torch.manual_seed(0)
+    model = Named(3, 2)
+    a, scale = torch.randn(4, 3), torch.randn(2)
+    wanted = model(a, scale)
+    for inputs in ((a, scale), {"a": a, "scale": scale}):
+        step = capture(model, inputs)
+        module = PlannedModule(step, keep_all(step.graph), PLENTY)
+        assert torch.equal(module(inputs), wanted)
+        if isinstance(inputs, dict):
+            assert torch.equal(module(scale=scale, a=a), wanted)
+            with pytest.raises(InputError, match="as keywords or as one dict"):
+                module(a, scale=scale)
+        else:
+            assert torch.equal(module(a, scale), wanted)
+            with pytest.raises(InputError, match="by position"):
+                module(a=a, scale=scale)
+            with pytest.raises(InputError, match="2 input"):
+                module(a, scale, a)
+    single = nn.Sequential(nn.Linear(3, 1), nn.Flatten(0))
+    step = capture(single, a[:1])
+    assert torch.equal(PlannedModule(step, keep_all(step.graph), PLENTY)(a[:1]), single(a[:1]))
+
+
+# Failure.
+
+
+def test_other_shapes_are_refused_naming_both(mlp: Case) -> None:
+    module = PlannedModule(mlp.step, keep_all(mlp.graph), PLENTY)
+    x, y = mlp.inputs
+    with pytest.raises(InputError, match=r"\(11, 16\).*\(12, 16\)"):
+        module(x[:11], y)
+    with pytest.raises(InputError, match=r"\(11, 16\).*\(12, 16\)"):
+        run_step(mlp.step, keep_all(mlp.graph), (x[:11], y))
+
+
+def test_backward_of_a_loss_runs_once(mlp: Case) -> None:
+    module = PlannedModule(mlp.step, keep_all(mlp.graph), PLENTY)
+    loss = module(*mlp.inputs)
+    loss.backward(retain_graph=True)
+    with pytest.raises(InputError, match="backward ran before on this loss"):
+        loss.backward()
+
+
+def test_second_derivatives_are_refused(mlp: Case) -> None:
+    module = PlannedModule(mlp.step, keep_all(mlp.graph), PLENTY)
+    loss = module(*mlp.inputs)
+    with pytest.raises(InputError, match="no second derivative"):
+        torch.autograd.grad(loss, list(mlp.model.parameters()), create_graph=True)
+
+
+def test_what_backward_reads_must_not_change_in_between(mlp: Case) -> None:
+    module = PlannedModule(mlp.step, keep_all(mlp.graph), PLENTY)
+    loss = module(*mlp.inputs)
+    with torch.no_grad():
+        mlp.model.head.weight.add_(1)
+    with pytest.raises(InputError, match=r"head\.weight was changed in place"):
+        loss.backward()
+
+
+def test_schedule_and_budget_are_checked_before_anything_runs(mlp: Case) -> None:
+    schedule = keep_all(mlp.graph)
+    peak = simulate(mlp.graph, schedule).peak_bytes
+    assert PlannedModule(mlp.step, schedule, peak).peak_bytes == peak
+    for make in (PlannedModule, PlannedStep):
+        with pytest.raises(BudgetExceeded) as caught:
+            make(mlp.step, schedule, peak - 1)
+        assert caught.value.budget_bytes == peak - 1
+        assert caught.value.asked_bytes == peak
+        assert caught.value.op in {op.name for op in mlp.graph.ops}
+        with pytest.raises(InvalidSchedule):
+            make(mlp.step, schedule[1:], PLENTY)
+    with pytest.raises(InvalidSchedule):
+        lower(mlp.step, (*schedule[:-1], Compute(len(mlp.graph.ops))))
+
+
+def test_a_backward_before_the_loss_runs_only_as_one_step() -> None:
+    """An order that is valid, but that no forward and backward can be cut from."""
+
+    class TwoParts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.w * x).sum() + (self.w.exp() * x).sum()
+
+    torch.manual_seed(0)
+    model, x = TwoParts(), torch.randn(4)
+    step = capture(model, x)
+    graph = step.graph
+    loss = next(o for r, o in zip(step.results, step.module.graph.output_node().args[0], strict=True) if r.kind == "loss")
+    needed = {graph.producer[step.value_of[loss]]}
+    for op in range(len(graph.ops) - 1, -1, -1):
+        if op in needed:
+            needed.update(graph.producer[v] for v in graph.ops[op].inputs if v not in graph.resident)
+    read_later = {v for op in set(range(len(graph.ops))) - needed for v in graph.ops[op].inputs}
+    first = sorted(
+        (i for i in range(len(graph.ops)) if i not in needed or set(graph.ops[i].outputs) & read_later),
+    )
+    order = first + sorted(needed - set(first))
+    schedule = with_frees(graph, order)
+    with pytest.raises(InvalidSchedule, match="the loss is not made by then"):
+        PlannedModule(step, schedule, PLENTY)
+    wanted = model(x)
+    wanted.backward()
+    result = run_step(step, schedule, x)
+    assert torch.equal(result.loss, wanted)
+    assert torch.equal(result.gradients["w"], model.w.grad)
+
+
+class Fail(TorchDispatchMode):
+    """An allocation that fails: in the n-th call of an operator that makes something."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self.left = at
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view and not func._schema.is_mutable:
+            if self.left == 0:
+                raise torch.OutOfMemoryError("no memory")
+            self.left -= 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_failure_anywhere_leaves_everything_as_it_was(mlp: Case) -> None:
+    schedule = rematerializing(mlp.graph, 1)
+    planned, module = PlannedStep(mlp.step, schedule), PlannedModule(mlp.step, schedule, PLENTY)
+    before = torch.get_rng_state()
+    total = sum(1 for _ in computes(schedule))
+    failures = 0
+    for at in range(0, total, 5):
+        for run in (lambda: planned(mlp.inputs), lambda: module(*mlp.inputs)):
+            try:
+                with Fail(at):
+                    run()
+            except torch.OutOfMemoryError:
+                failures += 1
+                assert torch.equal(torch.get_rng_state(), before)
+                _same(mlp.model.state_dict(), mlp.start)
+                assert all(p.grad is None for p in mlp.model.parameters())
+            mlp.prepare()
+    assert failures > 20
+    mlp.check(planned(mlp.inputs))
+
+
+def test_a_failed_backward_is_repeated_from_the_forward(mlp: Case) -> None:
+    module = PlannedModule(mlp.step, rematerializing(mlp.graph, 1), PLENTY)
+    loss = module(*mlp.inputs)
+    with pytest.raises(torch.OutOfMemoryError), Fail(20):
+        loss.backward()
+    assert all(p.grad is None for p in mlp.model.parameters())
+    mlp.prepare()
+    module(*mlp.inputs).backward()
+    mlp.check_model()
+
+
+# The code.
+
+
+def test_code_is_straight_and_drops_what_is_done() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 1), nn.Flatten(0))
+    step = capture(model, torch.randn(1, 3))
+    graph = step.graph
+    tanh = next(i for i, op in enumerate(graph.ops) if op.kind == "aten.tanh")
+    first_backward = next(i for i, op in enumerate(graph.ops) if op.backward)
+    order = [*range(first_backward), tanh, *range(first_backward, len(graph.ops))]
+    schedule = with_frees(graph, order)
+    assert Free(graph.ops[tanh].outputs[0]) in schedule[: schedule.index(Compute(first_backward))]
+    code = lower(step, schedule).code
+    assert code.count("tanh.default") == 2
+    lines = code.splitlines()
+    makes = [i for i, line in enumerate(lines) if "tanh.default" in line]
+    drops = [i for i, line in enumerate(lines) if line.endswith("None") and ("tanh = " in line or " tanh " in line)]
+    assert any(makes[0] < i < makes[1] for i in drops), "the first copy is gone before the second is made"
+    assert "for " not in code
+    assert list(computes(schedule)) == order
+
+
+def test_a_duplicate_of_what_is_still_there_dies_at_once() -> None:
+    """One of two outputs was freed, the other kept; making both again must not hold a second copy of the latter."""
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(50))
+
+        def forward(self, x: Tensor) -> Tensor:
+            best, _ = (self.w * x).topk(40)
+            return (best.exp() * best).sum()
+
+    torch.manual_seed(0)
+    model, x = Two(), torch.randn(50)
+    step = capture(model, x)
+    graph = step.graph
+    topk = next(i for i, op in enumerate(graph.ops) if op.kind == "aten.topk")
+    _, indices = graph.ops[topk].outputs
+    source = graph.producer[graph.ops[topk].inputs[0]]
+    schedule: list[Compute | Free] = []
+    for s in keep_all(graph):
+        if isinstance(s, Compute) and indices in graph.ops[s.op].inputs:
+            schedule += [Compute(source), Compute(topk), Free(graph.ops[source].outputs[0])]
+        schedule.append(s)
+        if s == Compute(topk):
+            schedule.append(Free(indices))
+    assert simulate(graph, tuple(schedule)).recomputed == {source: 1, topk: 1}
+    planned = [
+        bytes_
+        for s, bytes_ in zip(schedule, simulate(graph, tuple(schedule)).memory_bytes, strict=True)
+        if isinstance(s, Compute)
+    ]
+    found = memory_while_running(step, tuple(schedule), x)
+    assert found[-1] <= planned[-1]
+    assert all(a <= b for a, b in zip(found, planned, strict=True))
+
+
+def test_results_can_be_written_back(mlp: Case) -> None:
+    result = run_step(mlp.step, keep_all(mlp.graph), mlp.inputs)
+    _same(mlp.model.state_dict(), mlp.start)
+    result.write_buffers(mlp.model)
+    _same(dict(mlp.model.named_buffers()), mlp.buffers)
+
+
+@pytest.mark.slow
+def test_gpt2_of_transformers_trains_alike() -> None:
+    transformers = pytest.importorskip("transformers")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        config = transformers.GPT2Config(
+            n_layer=2, n_head=2, n_embd=16, vocab_size=40, n_positions=16, bos_token_id=0, eos_token_id=0
+        )
+        torch.manual_seed(0)
+        model = transformers.GPT2LMHeadModel(config).train()
+        ids = torch.randint(40, (2, 12))
+        batch = {"input_ids": ids, "labels": ids}
+        step = capture(model, batch)
+    twin = copy.deepcopy(model)
+    schedule = rematerializing(step.graph, 0, 0.02)
+    module = PlannedModule(step, schedule, PLENTY)
+    torch.manual_seed(1)
+    wanted = twin(**batch).loss
+    wanted.backward()
+    torch.manual_seed(1)
+    loss = module(**batch)
+    loss.backward()
+    assert torch.equal(loss, wanted)
+    _same({n: p.grad for n, p in model.named_parameters()}, {n: p.grad for n, p in twin.named_parameters()})
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("seed", [None, 0])
+def test_step_is_plain_pytorch_on_cuda(seed: int | None) -> None:
+    torch.manual_seed(0)
+    device = torch.device("cuda", torch.cuda.current_device())
+    model = Mlp(256).to(device)
+    inputs = (torch.randn(1024, 256, device=device), torch.randint(5, (1024,), device=device))
+    twin = copy.deepcopy(model)
+    step = capture(model, inputs)
+    schedule = keep_all(step.graph) if seed is None else rematerializing(step.graph, seed)
+    planned = PlannedStep(step, schedule)
+
+    def prepare() -> None:
+        torch.cuda.manual_seed(3)
+
+    measured = measure(lambda: planned(inputs), device, step.graph.resident_bytes, prepare=prepare, repeats=3)
+    prepare()
+    loss = twin(*inputs)
+    loss.backward()
+    assert torch.equal(measured.result.loss, loss)
+    _same(measured.result.gradients, {n: p.grad for n, p in twin.named_parameters()})
+    assert measured.peak_bytes <= 1.02 * planned.peak_bytes
