@@ -19,7 +19,8 @@ from torch import Tensor, fx, nn
 
 from graphs.capture import Inputs, Step, bind
 from graphs.errors import BudgetExceeded, InputError, InvalidSchedule
-from graphs.torch_private import BoxedCodeGen, tree_leaves
+from graphs.torch_private import BoxedCodeGen, storage_key, tree_leaves
+from planner.calls import quickest
 from planner.schedule import Compute, Free, Schedule, computes
 from planner.simulate import simulate
 
@@ -460,7 +461,7 @@ class _Code:
 
     Freeing is left to FX's code generation, which drops each name right after its last use, or at once where there is none.
     Names of a value, those of its views included, are used only while the schedule has the value in memory; so nothing
-    outlives its Free. A view is made once for each time its value is made.
+    outlives its Free. A view is made once for each time its value is made, and not at all where it is what it views.
     """
 
     def __init__(self, step: Step, repeated: frozenset[int]) -> None:
@@ -471,6 +472,9 @@ class _Code:
         self._repeated = repeated
         self._made = frozenset(step.calls).union(self.maker.values())
         self._holders: dict[fx.Node, fx.Node] = {}  # of the captured graph -> of this one, as long as its value is there
+        self._placed: dict[
+            tuple[Any, ...], fx.Node
+        ] = {}  # what they hold, by its placement in memory: the same view is made once
         self._present: defaultdict[int, list[fx.Node]] = defaultdict(list)  # by Value: its keys in _holders
 
     def receive(self, node: fx.Node) -> None:
@@ -490,6 +494,7 @@ class _Code:
             else:
                 for node in self._present.pop(s.value, ()):
                     del self._holders[node]
+                    self._placed.pop(_placement(node), None)
 
     def value(self, v: int) -> fx.Node:
         return self._holders[self.maker[v]]
@@ -518,11 +523,11 @@ class _Code:
 
     def _call(self, op: int, call: fx.Node) -> fx.Node:
         if op not in self._repeated:
-            return self.graph.node_copy(call, self._holder)
+            return self._copy(call)
         where = self._draws_from(call)
         if op not in self.states:
             self.states[op] = self.graph.create_node("call_function", generator_state, (where,), name=f"{call.name}_state")
-            return self.graph.node_copy(call, self._holder)
+            return self._copy(call)
         args, kwargs = fx.map_arg((call.args, call.kwargs), self._holder)
         given: Any = (self.states[op], where, call.target, *args)
         copy = self.graph.create_node("call_function", repeat_draw, given, kwargs, name=call.name)
@@ -536,20 +541,25 @@ class _Code:
 
     def _hold(self, node: fx.Node, copy: fx.Node) -> None:
         self._holders[node] = copy
-        value = self.step.value_of.get(node)
-        if value is not None and value not in self.step.graph.resident:
-            self._present[value].append(node)
+        if node in self.step.value_of:
+            self._placed.setdefault(_placement(node), copy)
+            value = self.step.value_of[node]
+            if value not in self.step.graph.resident:
+                self._present[value].append(node)
 
     def _holder(self, node: fx.Node) -> fx.Node:
         """The node of this code that holds what ``node`` holds; a view is made here where it is not there yet."""
         if node not in self._holders:
             assert node not in self._made, f"{node} is read, but not in memory"
-            if node.target == torch.ops.aten.detach.default:  # no gradients are recorded, so the tensor itself will do
-                assert isinstance(node.args[0], fx.Node)
-                self._hold(node, self._holder(node.args[0]))
-            else:
-                self._hold(node, self.graph.node_copy(node, self._holder))
+            self._hold(node, self._placed.get(_placement(node)) or self._copy(node))
         return self._holders[node]
+
+    def _copy(self, node: fx.Node) -> fx.Node:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), self._holder)
+        op, target = quickest(node)
+        copy = self.graph.create_node(op, target, args, kwargs, node.name)
+        copy.meta = dict(node.meta)
+        return copy
 
     def drop_unread(self, sources: Sequence[fx.Node], outputs: Iterable[fx.Node]) -> tuple[int, ...]:
         """Remove the arguments for ``sources`` that nobody reads; the indices of the others."""
@@ -562,6 +572,15 @@ class _Code:
             else:
                 self.graph.erase_node(copy)
         return tuple(reads)
+
+
+def _placement(node: fx.Node) -> tuple[Any, ...]:
+    """Where in memory the tensor of a captured node lies; the node itself for what is no tensor."""
+    value = node.meta.get("val")
+    if not isinstance(value, Tensor):
+        return (node,)
+    signs = value.is_conj(), value.is_neg()
+    return storage_key(value), value.shape, value.stride(), value.storage_offset(), value.dtype, signs
 
 
 def generator_state(where: torch.device | torch.Generator) -> Tensor:
