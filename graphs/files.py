@@ -14,21 +14,32 @@ from graphs.errors import InputError
 
 
 def write_whole(path: str | os.PathLike[str], text: str) -> None:
-    """Write ``text`` to ``path`` through a temporary file beside it: an interruption leaves the old file or none."""
-    target = Path(path)
+    """Write ``text`` to ``path`` through a temporary file beside it: an interruption leaves the old file or none.
+
+    Gzipped where the name ends in ``.gz``. A link stays a link; a device or pipe is written to as it is. Raises InputError
+    naming the file where it cannot be written.
+    """
+    target = Path(os.path.realpath(path))
+    data = text.encode("utf-8")
+    if target.suffix == ".gz":
+        data = gzip.compress(data, mtime=0)  # no time stamp: the same content is the same file
+    temporary = ""
     try:
+        if target.exists() and not target.is_file():
+            target.write_bytes(data)
+            return
         handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-    except OSError as error:
-        raise InputError(f"cannot write {target}: {error.strerror or error}") from error
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
         umask = os.umask(0)
         os.umask(umask)
         os.chmod(temporary, 0o666 & ~umask)  # mkstemp makes private files; a result is as readable as any other
         os.replace(temporary, target)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+    except BaseException as error:
+        if temporary:
+            Path(temporary).unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise InputError(f"cannot write {path}: {error.strerror or error}") from error
         raise
 
 
@@ -46,9 +57,10 @@ def read_text(path: str | os.PathLike[str]) -> str:
 
 def read_json(path: str | os.PathLike[str], *, schema: str) -> dict[str, Any]:
     """A JSON object whose ``schema`` entry is the expected one. Raises InputError naming the file."""
+    text = read_text(path)
     try:
-        content = json.loads(read_text(path))
-    except json.JSONDecodeError as error:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{path} is not JSON: {error}") from error
     found = content.get("schema") if isinstance(content, dict) else None
     if found != schema or not isinstance(content, dict):

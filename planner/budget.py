@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 
 from graphs.errors import InputError
 
@@ -25,12 +26,14 @@ def resolve_budget(budget: int | float | str, keep_all_peak_bytes: int) -> int:
     if isinstance(budget, bool) or not isinstance(budget, int | float | str):
         raise InputError(wanted)
     if isinstance(budget, str):
-        match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*([a-z]*)\s*", budget.lower())
+        match = re.fullmatch(r"\s*([0-9]{0,30}\.?[0-9]{1,30}(?:e[+-]?[0-9]{1,2})?)\s*([a-z]*)\s*", budget.lower())
         if match is None or match[2] not in _UNITS:
             raise InputError(wanted)
-        number = float(match[1])
-        if not match[2] and ("." in match[1] or number == 1) and number <= 1:
-            return resolve_budget(number, keep_all_peak_bytes)
+        number = Fraction(match[1])  # exact, also beyond 2**53
+        if not match[2] and number <= 1:
+            return resolve_budget(float(number), keep_all_peak_bytes)
+        if not match[2] and number.denominator != 1:  # "1.5" is neither bytes nor a share
+            raise InputError(wanted)
         budget = int(number * _UNITS[match[2]])
     if isinstance(budget, float):
         if not 0 < budget <= 1:
@@ -45,7 +48,7 @@ def format_bytes(size_bytes: int) -> str:
     """Three significant digits in the binary unit that fits: "1.53 GiB"."""
     size = float(size_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(size) < 1000:
+        if abs(size) < 999.5:  # what rounds to 1000 belongs to the next unit
             return f"{size:.0f} B" if unit == "B" else f"{size:.3g} {unit}"
         size /= 1024
     return f"{size:.3g} TiB"

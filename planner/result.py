@@ -8,7 +8,7 @@ import os
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from graphs.errors import GraphMismatch, InputError, InvalidSchedule
+from graphs.errors import GraphMismatch, InputError
 from graphs.files import read_json, write_whole
 from graphs.ir import Graph
 from planner.schedule import Schedule, from_json, keep_all, to_json
@@ -185,19 +185,45 @@ def load_plan(path: str | os.PathLike[str], graph: Graph | Step) -> Plan:
                 f"{path} was made for the graph {content['graph']!r} ({content['fingerprint']}), not for {graph.name!r} "
                 f"({graph.fingerprint()}): other shapes, costs or device; plan again"
             )
-        schedule = None if content["schedule"] is None else from_json(content["schedule"])
-        trace = None if schedule is None else simulate(graph, schedule)
-        if trace is not None and trace.peak_bytes > content["budget_bytes"]:
-            raise InputError(f"{path} is damaged: its schedule needs {trace.peak_bytes:,} bytes, more than its budget")
-        plan = Plan(
-            graph, content["budget_bytes"], Status(content["status"]), schedule,
-            trace.time_ns if trace else None, trace.peak_bytes if trace else None, content["bound_ns"],
-            content["method"], content["seed"], content["wall_s"], content["restricted_bound_ns"], notes=content["notes"],
-        )  # fmt: skip
-    except (KeyError, TypeError, InvalidSchedule) as error:
-        raise InputError(f"{path} is damaged: {error}") from error
-    except ValueError as error:
-        if isinstance(error, InputError):
+        plan = _read(content, graph)
+    except KeyError as error:
+        raise InputError(f"{path} is damaged: it has no entry {error}") from error
+    except (TypeError, ValueError) as error:
+        if isinstance(error, GraphMismatch):
             raise
         raise InputError(f"{path} is damaged: {error}") from error
     return replace(plan, step=step)
+
+
+def _read(content: dict[str, Any], graph: Graph) -> Plan:
+    """The plan in a file, with everything checked that can be; raises KeyError, TypeError or ValueError."""
+    for key, kinds in _ENTRIES.items():
+        if not isinstance(content[key], kinds) or isinstance(content[key], bool):
+            raise TypeError(f"its entry {key!r} is {content[key]!r}")
+    status, schedule = Status(content["status"]), content["schedule"]
+    if (schedule is None) != (status in (Status.INFEASIBLE, Status.UNKNOWN)):
+        raise ValueError(f"status {status} {'without' if schedule is None else 'with'} a schedule")
+    schedule = None if schedule is None else from_json(schedule)
+    trace = None if schedule is None else simulate(graph, schedule)
+    if trace is not None and trace.peak_bytes > content["budget_bytes"]:
+        raise ValueError(f"its schedule needs {trace.peak_bytes:,} bytes, more than its budget")
+    if trace is not None and content["bound_ns"] is not None and content["bound_ns"] > trace.time_ns:
+        raise ValueError(f"its bound of {content['bound_ns']:,} ns is above its time of {trace.time_ns:,} ns")
+    return Plan(
+        graph, content["budget_bytes"], status, schedule, trace.time_ns if trace else None,
+        trace.peak_bytes if trace else None, content["bound_ns"], content["method"], content["seed"], content["wall_s"],
+        content["restricted_bound_ns"], notes=content["notes"],
+    )  # fmt: skip
+
+
+_ENTRIES = {
+    "budget_bytes": int,
+    "status": str,
+    "bound_ns": int | None,
+    "restricted_bound_ns": int | None,
+    "method": str,
+    "seed": int,
+    "wall_s": int | float,
+    "notes": dict,
+    "schedule": list | None,
+}
