@@ -69,10 +69,12 @@ def program_of(graph: Graph) -> Program:
         for v in op.outputs:
             tensor[v] = len(tensor)
     pinned = frozenset(v for op in graph.ops if op.effect for v in op.outputs)
-    released: list[list[int]] = [[] for _ in graph.ops]
-    for v, readers in enumerate(graph.consumers):
-        if v not in graph.resident and v not in graph.outputs and v not in pinned:
-            released[readers[-1] if readers else graph.producer[v]].append(v)
+    stay = graph.resident | graph.outputs | pinned
+    last = [readers[-1] if readers else graph.producer[v] for v, readers in enumerate(graph.consumers)]
+    events: list[int] = []
+    for i, op in enumerate(graph.ops):
+        events.append(i)
+        events.extend(-1 - v for v in (*op.inputs, *op.outputs) if last[v] == i and v not in stay)
     return Program(
         name=graph.name,
         names=tuple(value.name for value in graph.values),
@@ -80,6 +82,6 @@ def program_of(graph: Graph) -> Program:
         resident=graph.resident,
         pinned=pinned,
         calls=tuple(calls),
-        events=tuple(event for i, gone in enumerate(released) for event in (i, *(-1 - v for v in gone))),
+        events=tuple(events),
         kept=tuple(tensor[v] for v in sorted(graph.outputs, key=lambda v: (graph.producer[v], v)) if v in tensor),
     )

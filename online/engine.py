@@ -90,6 +90,7 @@ class Engine:
                   sibling of a rebuilt storage (not in the paper)
 
     used_bytes, peak_bytes, clock  bytes in memory now, the most so far, and the sum of the times of all ops run so far
+    resident                       of each storage, whether it is in memory now
     steps                          what happened, in time order: ``op``, or ``-1 - storage`` for one that left memory
     """
 
@@ -117,10 +118,10 @@ class Engine:
         self.clock = 1
         self.steps: list[int] = []
         self.relations = Relations()
-        self.size_bytes: list[int] = []  # of each storage, like the five below
+        self.resident: list[bool] = []
+        self.size_bytes: list[int] = []  # of each storage, like the four below the pool
         self.pool = Pool(heuristic, self.relations, self.size_bytes, seed=seed)
         self._views: list[list[int]] = []
-        self._resident: list[bool] = []
         self._locks: list[int] = []
         self._pinned: list[bool] = []
         self._dropped: list[bool] = []
@@ -147,7 +148,7 @@ class Engine:
         """A new storage; ``pinned``: once in memory it is never evicted."""
         self.size_bytes.append(size_bytes)
         self._views.append([])
-        self._resident.append(False)
+        self.resident.append(False)
         self._locks.append(0)
         self._pinned.append(pinned)
         self._dropped.append(False)
@@ -178,7 +179,7 @@ class Engine:
 
     def preload(self, s: int) -> None:
         """Pinned storage ``s`` is in memory from the start."""
-        self._resident[s] = True
+        self.resident[s] = True
         self.used_bytes += self.size_bytes[s]
         self.peak_bytes = max(self.peak_bytes, self.used_bytes)
 
@@ -196,7 +197,7 @@ class Engine:
         self._dropped[s] = True
         if self.release is Release.BANISH:
             self._banish(s)
-        elif self.release is Release.EAGER and self._resident[s] and not self._pinned[s]:
+        elif self.release is Release.EAGER and self.resident[s] and not self._pinned[s]:
             self._counters.released += 1
             self._evict(s)
 
@@ -284,8 +285,8 @@ class Engine:
                 continue
             self._defined[t] = True
             s = self._storage[t]
-            if not self._resident[s]:
-                self._resident[s] = True
+            if not self.resident[s]:
+                self.resident[s] = True
                 fresh.append(s)
         if first:
             self._relate(op)
@@ -348,7 +349,7 @@ class Engine:
         asked = self.used_bytes + self._made_bytes[op] + self._workspace_bytes[op]
         while asked > self.budget_bytes:
             if not self.pool:
-                held = [s for s, there in enumerate(self._resident) if there]
+                held = [s for s, there in enumerate(self.resident) if there]
                 raise OutOfMemory(op, asked, held)
             start = time.perf_counter()
             s = self.pool.pick(self.clock)
@@ -366,7 +367,7 @@ class Engine:
 
     def _remove(self, s: int) -> None:
         """Take ``s`` and its views out of memory."""
-        self._resident[s] = False
+        self.resident[s] = False
         for t in self._views[s]:
             self._defined[t] = False
         self.used_bytes -= self.size_bytes[s]
@@ -385,7 +386,7 @@ class Engine:
             if not self._pinned[dependent]:  # it cannot be rebuilt any more
                 self._pinned[dependent] = True
                 self.pool.leave_memory(dependent)
-        if self._resident[s]:
+        if self.resident[s]:
             self._remove(s)
             if not self._pinned[s]:
                 self.pool.leave_memory(s)
