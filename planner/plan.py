@@ -59,7 +59,15 @@ def plan(
     graph = target if isinstance(target, Graph) else target.graph
     budget_bytes = resolve_budget(budget, simulate(graph, keep_all(graph)).peak_bytes)
     found = solve(
-        graph, budget_bytes, method=method, gap=gap, time_limit_s=time_limit_s, seed=seed, start=start, progress=progress, **options
+        graph,
+        budget_bytes,
+        method=method,
+        gap=gap,
+        time_limit_s=time_limit_s,
+        seed=seed,
+        start=start,
+        progress=progress,
+        **options,
     )
     if found.status is Status.INFEASIBLE:
         raise infeasible(graph, budget_bytes)

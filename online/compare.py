@@ -1,0 +1,211 @@
+"""One graph, the same bytes: the optimum and the online rules side by side, and where they differ."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from graphs.errors import GraphMismatch, InputError
+from graphs.ir import Graph
+from online.runtime import Run, run
+from planner.budget import format_bytes, resolve_budget
+from planner.plan import solve
+from planner.result import Plan, Status
+from planner.schedule import Schedule, computes, keep_all
+from planner.simulate import simulate
+
+if TYPE_CHECKING:
+    from graphs.capture import Step
+    from online.trial import Trial
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class OpDifference:
+    """How often one op ran again in each schedule, and the time the online run spent on it beyond the plan."""
+
+    op: int
+    name: str
+    kind: str
+    planned_runs: int
+    online_runs: int
+    extra_ns: int
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The optimum and one online run under one budget. ``print`` it."""
+
+    plan: Plan
+    run: Run
+
+    @property
+    def distance(self) -> float | None:
+        """Online time / proved bound - 1: at most this far from what any schedule of this order can do."""
+        bound = self.plan.bound_ns
+        return None if self.run.time_ns is None or not bound else self.run.time_ns / bound - 1
+
+    @property
+    def extra_ns(self) -> int | None:
+        """Online time minus planned time; None where either has no complete schedule."""
+        if self.run.time_ns is None or self.plan.time_ns is None:
+            return None
+        return self.run.time_ns - self.plan.time_ns
+
+    def ops(self) -> list[OpDifference]:
+        """Every op that the two run a different number of times, the online run's largest extra time first."""
+        planned, online = _runs(self.plan.schedule), _runs(self.run.schedule)
+        graph = self.plan.graph
+        rows = [
+            OpDifference(i, op.name, op.kind, planned[i], online[i], (online[i] - planned[i]) * op.time_ns)
+            for i, op in enumerate(graph.ops)
+            if planned[i] != online[i]
+        ]
+        return sorted(rows, key=lambda row: (-row.extra_ns, row.op))
+
+    def __str__(self) -> str:
+        graph, plan_, run_ = self.plan.graph, self.plan, self.run
+        lines = [
+            f"{graph.name} in {format_bytes(plan_.budget_bytes)}",
+            f"  {plan_.method:<18} {_describe(plan_.time_ns, plan_.peak_bytes, graph, plan_.schedule)}"
+            + (f", proved within {plan_.gap:.2%}" if plan_.gap is not None else f", {plan_.status}"),
+            f"  online {run_.heuristic:<11} {_describe(run_.time_ns, run_.peak_bytes, graph, run_.schedule)}"
+            + (f", {self.distance:.2%} above the bound" if self.distance is not None else f", {run_.status}"),
+        ]
+        extra = self.extra_ns
+        if extra:
+            lines.append(f"  the online run takes {extra / 1e6:+.3f} ms; most of it on")
+            lines += [
+                f"    {row.name:<32} {row.kind:<32} {row.planned_runs - 1:>3} -> {row.online_runs - 1:>3} reruns "
+                f"{row.extra_ns / 1e6:+.3f} ms"
+                for row in self.ops()[:5]
+                if row.extra_ns > 0
+            ]
+        return "\n".join(lines)
+
+
+def diff(plan: Plan, run: Run) -> Difference:
+    """Compare a plan with an online run of the same graph under the same budget.
+
+    Raises GraphMismatch where the two are of different graphs or budgets.
+    """
+    if plan.graph is not run.graph and plan.graph.fingerprint() != run.graph.fingerprint():
+        raise GraphMismatch(f"the plan is for {plan.graph.name}, the run for {run.graph.name}: not the same graph")
+    if plan.budget_bytes != run.budget_bytes:
+        raise GraphMismatch(
+            f"the plan has {plan.budget_bytes:,} bytes, the run {run.budget_bytes:,}: compare under the same budget"
+        )
+    return Difference(plan, run)
+
+
+@dataclass(frozen=True)
+class Block:
+    """Everything found for one budget. Rows are made by ``Comparison.rows``."""
+
+    budget_bytes: int
+    plan: Plan
+    runs: tuple[Run, ...]
+    trials: dict[str, Trial] = field(default_factory=dict)  # by method, as in the rows
+
+    @property
+    def differences(self) -> list[Difference]:
+        """The plan against each online run."""
+        return [Difference(self.plan, run) for run in self.runs]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The optimum and the online rules on one graph, for several budgets."""
+
+    graph: Graph
+    keep_all: Plan
+    blocks: tuple[Block, ...]
+    plain: Trial | None = None
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Result rows: keep-all once, then for each budget the plan and every online run."""
+        rows = [_with_trial(self.keep_all.row(), self.plain)]
+        for block in self.blocks:
+            rows.append(_with_trial(block.plan.row(), block.trials.get(block.plan.method)))
+            for run_ in block.runs:
+                row = run_.row()
+                # The plan's bound holds for every schedule in this order of first executions, so for this one too.
+                row["bound_ns"] = block.plan.bound_ns
+                if row["time_ns"] is not None and block.plan.bound_ns is not None:
+                    row["gap"] = (row["time_ns"] - block.plan.bound_ns) / row["time_ns"]
+                rows.append(_with_trial(row, block.trials.get(row["method"])))
+        return rows
+
+
+def compare(
+    target: Step | Graph,
+    budgets: Sequence[int | float | str],
+    *,
+    heuristics: Sequence[str] = ("dtr",),
+    method: str = "cutting_stages",
+    gap: float = 0.001,
+    time_limit_s: float = 60.0,
+    seed: int = 0,
+    execute: bool = False,
+    inputs: Any = None,
+    progress: Progress | None = None,
+    solver_progress: Callable[..., None] | None = None,
+) -> Comparison:
+    """Plan and run online under each budget; with ``execute`` also do both for real on the step's device.
+
+    inputs           arguments of one training step, as given to ``capture``; needed to execute
+    progress         called with a short sentence before each part
+    solver_progress  passed to the planning method
+    """
+    say = progress or (lambda _: None)
+    graph = target if isinstance(target, Graph) else target.graph
+    peak_bytes = simulate(graph, keep_all(graph)).peak_bytes
+    whole = solve(graph, peak_bytes, method="keep_all")
+    trials = None
+    if execute:
+        if isinstance(target, Graph):
+            raise InputError(f"{graph.name} is a graph without a model behind it: it can be planned, but not executed")
+        from online.trial import Trials
+
+        say("plain PyTorch")
+        trials = Trials(target, inputs, seed=seed)
+
+    blocks = []
+    for budget in budgets:
+        budget_bytes = resolve_budget(budget, peak_bytes)
+        where = f"{format_bytes(budget_bytes)} ({budget_bytes / peak_bytes:.0%})"
+        say(f"{method} in {where}")
+        plan = solve(graph, budget_bytes, method=method, gap=gap, time_limit_s=time_limit_s, seed=seed, progress=solver_progress)
+        measured: dict[str, Trial] = {}
+        if trials is not None and plan.schedule is not None:
+            say(f"executing the plan for {where}")
+            measured[plan.method] = trials.planned(plan)
+        runs = []
+        for heuristic in heuristics if plan.status is not Status.INFEASIBLE else ():
+            say(f"online {heuristic} in {where}")
+            run_ = run(graph, budget_bytes, heuristic=heuristic, seed=seed)
+            runs.append(run_)
+            if trials is not None and run_.completed:
+                say(f"executing online {heuristic} in {where}")
+                measured[run_.plan().method] = trials.online(budget_bytes, heuristic)
+        blocks.append(Block(budget_bytes, plan, tuple(runs), measured))
+    return Comparison(graph, whole, tuple(blocks), trials.plain if trials else None)
+
+
+def _with_trial(row: dict[str, Any], trial: Trial | None) -> dict[str, Any]:
+    return row if trial is None else row | trial.row()
+
+
+def _runs(schedule: Schedule | None) -> Counter[int]:
+    return Counter(computes(schedule or ()))
+
+
+def _describe(time_ns: int | None, peak_bytes: int | None, graph: Graph, schedule: Schedule | None) -> str:
+    if time_ns is None or peak_bytes is None:
+        return "no complete schedule"
+    overhead = time_ns / graph.keep_all_time_ns - 1 if graph.keep_all_time_ns else 0.0
+    again = sum(_runs(schedule).values()) - len(graph.ops)
+    return f"overhead {overhead:7.2%}, peak {format_bytes(peak_bytes)}, {again} ops recomputed"

@@ -1,0 +1,431 @@
+"""The command ``belady``: what recomputation really has to cost, from the shell.
+
+Exit codes: 0 done; 2 bad input, a budget proved too small among it; 3 no schedule found though none was ruled out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from belady.rows import write_rows
+from graphs.errors import BeladyError, InputError, NoScheduleFound
+from graphs.ir import Graph
+from planner.budget import format_bytes, resolve_budget
+from planner.plan import infeasible, solve, with_costs
+from planner.result import Plan, Status
+from planner.schedule import keep_all
+from planner.simulate import simulate
+
+if TYPE_CHECKING:
+    from graphs.capture import Step
+    from online.compare import Comparison
+
+SIZES = ("batch", "seq", "depth", "size", "vocab")
+DONE, BAD_INPUT, NOTHING_FOUND, INTERRUPTED = 0, 2, 3, 130
+
+EXAMPLES = """\
+examples:
+  belady workloads                                        what comes with the program
+  belady info gpt2                                        ops, bytes, peak, smallest budgets
+  belady plan resnet50 --budget 0.5 --out plan.json       the optimal schedule for half the memory, with its proof
+  belady run resnet50 --budget 0.5 --heuristic dtr        the same graph, decided online
+  belady diff resnet50 --budget 0.7 --budget 0.5 --execute --plot overhead.png
+  belady diff train.py:make_step --budget 6GiB            your own: a function returning model, inputs, loss
+  belady info graph.json                                  a saved graph, an operator log, a Checkmate instance
+
+budgets are bytes (6442450944, 6GiB) or a share of the keep-all peak (0.5); they count parameters, inputs, gradients,
+activations and workspace. exit codes: 0 done; 2 bad input or a budget proved too small; 3 nothing found, nothing ruled out.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; return its exit code."""
+    arguments = parser().parse_args(argv)
+    try:
+        return int(arguments.run(arguments))
+    except NoScheduleFound as error:
+        print(f"belady: {error}", file=sys.stderr)
+        return NOTHING_FOUND
+    except BeladyError as error:
+        print(f"belady: {error}", file=sys.stderr)
+        return BAD_INPUT
+    except KeyboardInterrupt:
+        print("belady: interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line, one subcommand each."""
+    top = argparse.ArgumentParser(
+        prog="belady",
+        description="What recomputation really has to cost: the optimal schedule of a training step under a memory budget, "
+        "an online run of the same graph under the same bytes, and the difference.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = top.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    command = _command(commands, "diff", _diff, "compare the optimum with online rules under the same budgets")
+    _target(command)
+    _budget(command, several=True)
+    command.add_argument(
+        "--heuristic", action="append", metavar="RULE", help="online rule, may be given several times (default: dtr)"
+    )
+    _solver(command)
+    command.add_argument("--execute", action="store_true", help="also train one step each way and measure time, peak, gradients")
+    command.add_argument("--plot", metavar="FILE", help="draw overhead against budget, and memory over time (.png, .svg, .pdf)")
+    _json(command)
+
+    command = _command(commands, "plan", _plan, "find the optimal schedule for a budget")
+    _target(command)
+    _budget(command)
+    _solver(command)
+    command.add_argument("--execute", action="store_true", help="also train one step with the plan and measure it")
+    command.add_argument("--out", metavar="FILE", help="save the plan as JSON")
+    _json(command)
+
+    command = _command(commands, "run", _run, "run an online rule under a budget")
+    _target(command)
+    _budget(command)
+    command.add_argument("--heuristic", default="dtr", metavar="RULE", help="online rule (default: dtr)")
+    command.add_argument("--seed", type=int, default=0, help="seed of everything random (default: 0)")
+    command.add_argument("--execute", action="store_true", help="run on real tensors and measure")
+    command.add_argument("--out", metavar="FILE", help="save the recorded schedule as a plan")
+    _json(command)
+
+    command = _command(commands, "workloads", _workloads, "list the models that come with the program")
+    _json(command)
+
+    command = _command(commands, "info", _info, "ops, bytes, peak and smallest budgets of a graph")
+    _target(command)
+    command.add_argument("--save-graph", metavar="FILE", help="write the graph as JSON")
+    _json(command)
+    return top
+
+
+def _command(commands: Any, name: str, run: Callable[[argparse.Namespace], int], help_text: str) -> argparse.ArgumentParser:
+    command: argparse.ArgumentParser = commands.add_parser(name, help=help_text, description=help_text + ".")
+    command.set_defaults(run=run)
+    return command
+
+
+def _target(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "workload",
+        metavar="WORKLOAD",
+        help="name (see belady workloads), path.py:function, or a graph file (.json, .log, .log.gz)",
+    )
+    group = command.add_argument_group("the training step")
+    group.add_argument("--batch", type=int, help="batch size")
+    group.add_argument("--seq", type=int, help="sequence length, where the model has one")
+    group.add_argument("--depth", type=int, help="layers, where the model can be made deeper")
+    group.add_argument("--size", type=int, help="side of the image in pixels, where there is one")
+    group.add_argument("--vocab", type=int, help="tokens in the vocabulary, where there is one")
+    group.add_argument("--device", default=None, help="cpu or cuda (default: cuda where there is one)")
+    group.add_argument(
+        "--costs", default="roofline", help="op times: roofline (modelled) or measured (each distinct op timed; cached)"
+    )
+
+
+def _budget(command: argparse.ArgumentParser, *, several: bool = False) -> None:
+    command.add_argument(
+        "--budget",
+        action="append" if several else "store",
+        required=True,
+        help="bytes (6GiB) or share of the keep-all peak (0.5)" + ("; may be given several times" if several else ""),
+    )
+
+
+def _solver(command: argparse.ArgumentParser) -> None:
+    group = command.add_argument_group("solving")
+    group.add_argument("--method", default="cutting_stages", help="planning method (default: cutting_stages)")
+    group.add_argument("--gap", type=float, default=0.001, help="stop when proved within this of the optimum (default: 0.001)")
+    group.add_argument("--time-limit", type=float, default=60.0, metavar="S", help="seconds for each budget (default: 60)")
+    group.add_argument("--seed", type=int, default=0, help="seed of everything random (default: 0)")
+
+
+def _json(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--json", metavar="FILE", help="write result rows as JSON lines; - is standard output (then no table)")
+
+
+class Loaded:
+    """What a WORKLOAD argument stands for: a Step with its inputs, or a Graph from a file."""
+
+    def __init__(self, arguments: argparse.Namespace, status: Callable[[str], None]) -> None:
+        name: str = arguments.workload
+        self.step: Step | None = None
+        self.inputs: Any = None
+        if name.endswith((".json", ".json.gz", ".log", ".log.gz")):
+            from graphs.importers import load
+
+            for option in (*SIZES, "device"):
+                if getattr(arguments, option) is not None:
+                    raise InputError(f"--{option} has no meaning for the graph file {name}")
+            status(f"reading {name}")
+            self.graph: Graph = load(name)
+            return
+        from graphs.capture import capture
+        from graphs.workloads import load_workload
+
+        status(f"building {name}")
+        sizes = {size: getattr(arguments, size) for size in SIZES}
+        model, self.inputs, loss = load_workload(name, device=arguments.device, **sizes)
+        status(f"capturing {name}")
+        step = capture(model, self.inputs, loss=loss, name=Path(name).stem if ":" in name else name)
+        status(f"pricing {len(step.graph.ops)} ops ({arguments.costs})")
+        self.step = with_costs(step, arguments.costs)
+        self.graph = self.step.graph
+
+    @property
+    def target(self) -> Step | Graph:
+        """The Step where there is one, else the Graph."""
+        return self.graph if self.step is None else self.step
+
+    def executable(self) -> Step:
+        """The Step. Raises InputError for a graph file."""
+        if self.step is None:
+            raise InputError(f"{self.graph.name} is a graph without a model behind it: it can be planned, but not executed")
+        return self.step
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str], None]]:
+    """A status line on a terminal, silence elsewhere."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda _: None
+        return
+    with console.status("starting") as status:
+        yield status.update
+
+
+def _diff(arguments: argparse.Namespace) -> int:
+    from online.compare import compare
+
+    with _progress() as status:
+        loaded = Loaded(arguments, status)
+        if arguments.execute:
+            loaded.executable()
+        comparison = compare(
+            loaded.target,
+            arguments.budget,
+            heuristics=arguments.heuristic or ["dtr"],
+            method=arguments.method,
+            gap=arguments.gap,
+            time_limit_s=arguments.time_limit,
+            seed=arguments.seed,
+            execute=arguments.execute,
+            inputs=loaded.inputs,
+            progress=status,
+        )
+        if arguments.plot:
+            from belady.plots import draw_comparison
+
+            status("drawing")
+            draw_comparison(comparison, arguments.plot)
+    if arguments.json:
+        write_rows(arguments.json, comparison.rows())
+    if arguments.json != "-":
+        _print_comparison(comparison)
+        for what, path in (("rows", arguments.json), ("picture", arguments.plot)):
+            if path:
+                print(f"{what} written to {path}")
+    statuses = {block.plan.status for block in comparison.blocks}
+    for block in comparison.blocks:
+        if block.plan.status is Status.INFEASIBLE:
+            print(f"belady: {infeasible(comparison.graph, block.budget_bytes)}", file=sys.stderr)
+    return BAD_INPUT if Status.INFEASIBLE in statuses else NOTHING_FOUND if Status.UNKNOWN in statuses else DONE
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    with _progress() as status:
+        loaded = Loaded(arguments, status)
+        graph = loaded.graph
+        budget_bytes = resolve_budget(arguments.budget, simulate(graph, keep_all(graph)).peak_bytes)
+        status(f"{arguments.method} in {format_bytes(budget_bytes)}")
+        plan = solve(
+            graph,
+            budget_bytes,
+            method=arguments.method,
+            gap=arguments.gap,
+            time_limit_s=arguments.time_limit,
+            seed=arguments.seed,
+        )
+        row = plan.row()
+        if plan.schedule is not None and arguments.execute:
+            from online.trial import Trials
+
+            status("executing")
+            trials = Trials(loaded.executable(), loaded.inputs, seed=arguments.seed)
+            row |= trials.planned(replace(plan, step=loaded.step)).row()
+    if plan.schedule is not None and arguments.out:
+        plan.save(arguments.out)
+    if arguments.json:
+        write_rows(arguments.json, [row])
+    if arguments.json != "-":
+        _print_rows(graph, [row])
+        if plan.schedule is not None and arguments.out:
+            print(f"plan written to {arguments.out}")
+    return _outcome(plan)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    from online.runtime import run
+
+    with _progress() as status:
+        loaded = Loaded(arguments, status)
+        graph = loaded.graph
+        budget_bytes = resolve_budget(arguments.budget, simulate(graph, keep_all(graph)).peak_bytes)
+        status(f"online {arguments.heuristic} in {format_bytes(budget_bytes)}")
+        found = run(graph, budget_bytes, heuristic=arguments.heuristic, seed=arguments.seed)
+        row = found.row()
+        if found.completed and arguments.execute:
+            from online.trial import Trials
+
+            status("executing")
+            trials = Trials(loaded.executable(), loaded.inputs, seed=arguments.seed)
+            row |= trials.online(budget_bytes, arguments.heuristic).row()
+    if found.completed and arguments.out:
+        found.plan().save(arguments.out)
+    if arguments.json:
+        write_rows(arguments.json, [row])
+    if arguments.json != "-":
+        _print_rows(graph, [row])
+    if not found.completed:
+        why = f"ran out of memory at {found.failure.op}: {found.failure}" if found.failure else "recomputed without end"
+        raise NoScheduleFound(f"online {arguments.heuristic} in {budget_bytes:,} bytes ({format_bytes(budget_bytes)}) {why}")
+    return DONE
+
+
+def _workloads(arguments: argparse.Namespace) -> int:
+    from graphs.workloads import WORKLOADS
+
+    rows = [workload.row() for workload in WORKLOADS.values()]
+    if arguments.json:
+        write_rows(arguments.json, rows)
+    if arguments.json != "-":
+        table = Table(box=None, header_style="bold")
+        for column in rows[0]:
+            table.add_column(column)
+        for row in rows:
+            table.add_row(*("" if cell is None else str(cell) for cell in row.values()))
+        _console().print(table)
+    return DONE
+
+
+def _info(arguments: argparse.Namespace) -> int:
+    from planner.bounds import least_bytes, smallest_known
+
+    with _progress() as status:
+        loaded = Loaded(arguments, status)
+        graph = loaded.graph
+        status("measuring the graph")
+        trace = simulate(graph, keep_all(graph))
+        row = {
+            "graph": graph.name,
+            "device": graph.device or None,
+            "ops": len(graph.ops),
+            "backward_ops": sum(op.backward for op in graph.ops),
+            "random_ops": sum(op.random for op in graph.ops),
+            "values": len(graph.values),
+            "keep_all_time_ns": trace.time_ns,
+            "keep_all_peak_bytes": trace.peak_bytes,
+            "resident_bytes": graph.resident_bytes,
+            "output_bytes": sum(graph.values[v].size_bytes for v in graph.outputs),
+            "proved_minimum_bytes": least_bytes(graph),
+            "smallest_known_bytes": smallest_known(graph)[0],
+            "fingerprint": graph.fingerprint(),
+        }
+    if arguments.save_graph:
+        from graphs.serialize import save_graph
+
+        save_graph(graph, arguments.save_graph)
+    if arguments.json:
+        write_rows(arguments.json, [row])
+    if arguments.json != "-":
+        table = Table(box=None, show_header=False)
+        for key, cell in row.items():
+            text = f"{cell:,}" if isinstance(cell, int) else str(cell)
+            share = (
+                f"{cell / trace.peak_bytes:.1%} of the keep-all peak" if key.endswith("_bytes") and isinstance(cell, int) else ""
+            )
+            table.add_row(key, text, format_bytes(cell) if key.endswith("_bytes") and isinstance(cell, int) else "", share)
+        _console().print(table)
+    return DONE
+
+
+def _outcome(plan: Plan) -> int:
+    if plan.status is Status.INFEASIBLE:
+        raise infeasible(plan.graph, plan.budget_bytes)
+    if plan.status is Status.UNKNOWN:
+        raise NoScheduleFound(
+            f"{plan.method} found no schedule of {plan.graph.name} in {plan.budget_bytes:,} bytes within {plan.wall_s:.1f} s, "
+            f"but did not rule one out; try a longer --time-limit or another --method"
+        )
+    return DONE
+
+
+def _print_comparison(comparison: Comparison) -> None:
+    _print_rows(comparison.graph, comparison.rows())
+    console = _console()
+    for block in comparison.blocks:
+        for difference in block.differences:
+            if difference.extra_ns:
+                console.print()
+                console.print(str(difference), highlight=False, markup=False, soft_wrap=True)
+
+
+def _print_rows(graph: Graph, rows: Sequence[dict[str, Any]]) -> None:
+    """One table: a line a row, a rule between budgets; measured columns only where something was measured."""
+    measured = any(row["measured_time_ns"] is not None for row in rows)
+    title = f"{graph.name}: {len(graph.ops)} ops, keep-all {graph.keep_all_time_ns / 1e6:.3f} ms"
+    table = Table(title=title, title_justify="left", header_style="bold", box=None)
+    columns = ["budget", "method", "status", "overhead", "bound", "gap", "peak", "recomputed", "wall s"]
+    columns += ["step ms", "measured peak", "grad error"] if measured else []
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="left" if 0 < number < 3 else "right", no_wrap=True)
+    base = graph.keep_all_time_ns
+    for row, following in zip(rows, [*rows[1:], None], strict=True):
+        cells = [
+            f"{row['budget_fraction']:.0%} {format_bytes(row['budget_bytes'])}",
+            row["method"],
+            row["status"],
+            _cell(row["overhead"], "{:.2%}"),
+            _cell(row["bound_ns"] / base - 1 if row["bound_ns"] is not None and base else None, "{:.2%}"),
+            _cell(row["gap"], "{:.2%}"),
+            _cell(row["peak_bytes"], format_bytes),
+            _cell(row["recomputed_ops"], "{}"),
+            _cell(row["wall_s"], "{:.2f}"),
+        ]
+        if measured:
+            cells += [
+                _cell(row["measured_time_ns"], lambda ns: f"{ns / 1e6:.1f}"),
+                _cell(row["measured_peak_bytes"], format_bytes),
+                _cell(row["max_grad_error"], "{:.3g}"),
+            ]
+        table.add_row(*cells, end_section=following is not None and following["budget_bytes"] != row["budget_bytes"])
+    _console().print(table)
+
+
+def _console() -> Console:
+    """Standard output; a table that goes to a file or a pipe is as wide as it needs to be."""
+    return Console(width=None if sys.stdout.isatty() else 160)
+
+
+def _cell(number: Any, form: str | Callable[[Any], str]) -> str:
+    if number is None:
+        return "-"
+    return form.format(number) if isinstance(form, str) else form(number)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

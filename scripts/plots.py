@@ -1,0 +1,107 @@
+"""Figures. Overhead against budget with the proved bound as ground nobody can enter; memory over time for one budget."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+
+from graphs.errors import InputError
+from planner.schedule import Compute, Schedule, keep_all
+from planner.simulate import simulate
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from graphs.ir import Graph
+    from online.compare import Comparison
+
+COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000"]
+MARKERS = "os^Dvx+"
+
+
+def draw_overhead(axes: Axes, rows: Sequence[dict[str, Any]]) -> None:
+    """Overhead (%) against budget (share of the keep-all peak), one line a method, from result rows of one graph."""
+    lines: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    bounds: dict[float, float] = {}
+    for row in rows:
+        share, base = row["budget_fraction"], row["keep_all_time_ns"]
+        if row["overhead"] is not None:
+            lines[row["method"]].append((share, 100 * row["overhead"]))
+        if row["bound_ns"] is not None and base:
+            bounds[share] = max(bounds.get(share, 0.0), 100 * (row["bound_ns"] / base - 1))
+    bounds.setdefault(1.0, 0.0)
+    shares = sorted(bounds)
+    # What is proved for a budget holds for every smaller one, and for nothing between it and the next larger: steps.
+    ground = [bounds[share] for share in shares]
+    axes.fill_between(shares, ground, color="0.85", step="pre", linewidth=0, label="proved impossible in this order")
+    reference = lines.pop("keep_all", [(1.0, 0.0)])
+    axes.plot(*zip(*sorted(reference), strict=True), "k*", markersize=9, label="keep everything", clip_on=False, zorder=5)
+    for number, (method, points) in enumerate(lines.items()):
+        style = {"color": COLOURS[number % len(COLOURS)], "marker": MARKERS[number % len(MARKERS)], "markersize": 5}
+        label = method.removeprefix("online:") + (" (online)" if method.startswith("online:") else "")
+        axes.plot(*zip(*sorted([*points, (1.0, 0.0)]), strict=True), label=label, **style)  # type: ignore[arg-type]
+    axes.set(xlabel="budget / keep-all peak", ylabel="overhead (%)", xlim=(min(shares) - 0.03, 1.02))
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+
+
+def draw_memory(axes: Axes, graph: Graph, schedules: dict[str, Schedule], budget_bytes: int) -> None:
+    """Bytes in memory while each op runs, against time, one line a schedule."""
+    for number, (name, schedule) in enumerate(schedules.items()):
+        trace = simulate(graph, schedule)
+        times, held, now = [0.0], [float(graph.resident_bytes)], 0.0
+        for step, memory in zip(schedule, trace.memory_bytes, strict=True):
+            if isinstance(step, Compute):
+                now += graph.ops[step.op].time_ns / 1e6
+                times.append(now)
+                held.append(float(memory))
+        colour = "0.6" if name == "keep everything" else COLOURS[(number - 1) % len(COLOURS)]
+        axes.plot(times, [h / 2**20 for h in held], label=name, color=colour, linewidth=1, drawstyle="steps")
+    axes.axhline(budget_bytes / 2**20, color="k", linestyle="--", linewidth=1, label="budget")
+    axes.axhspan(0, graph.resident_bytes / 2**20, color="0.93", linewidth=0)
+    axes.set(xlabel="time (ms)", ylabel="memory (MiB)")
+    axes.set_ylim(bottom=0)
+    axes.set_xlim(left=0)
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False, loc="lower center", ncols=2)
+
+
+def draw_comparison(comparison: Comparison, path: str) -> None:
+    """Both figures side by side; memory over time for the smallest budget that has a plan."""
+    graph = comparison.graph
+    planned = [block for block in comparison.blocks if block.plan.schedule is not None]
+    figure, axes = plt.subplots(1, 2 if planned else 1, figsize=(12 if planned else 6, 4.5), squeeze=False)
+    draw_overhead(axes[0][0], comparison.rows())
+    axes[0][0].set_title(graph.name)
+    if planned:
+        block = min(planned, key=lambda b: b.budget_bytes)
+        assert block.plan.schedule is not None
+        schedules = {"keep everything": keep_all(graph), block.plan.method: block.plan.schedule}
+        schedules |= {f"{run.heuristic} (online)": run.schedule for run in block.runs if run.completed}
+        draw_memory(axes[0][1], graph, schedules, block.budget_bytes)
+        whole = comparison.keep_all.budget_bytes
+        axes[0][1].set_title(f"{graph.name} in {block.budget_bytes / whole:.0%} of the keep-all peak")
+    save(figure, path)
+
+
+def save(figure: Any, path: str) -> None:
+    """Write a figure; the ending of the name chooses the format. Raises InputError where it cannot be written."""
+    target = Path(path)
+    formats = figure.canvas.get_supported_filetypes()
+    if target.suffix.removeprefix(".") not in formats:
+        raise InputError(f"cannot draw to {path}: its name must end in one of {', '.join(sorted(formats))}")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(target, dpi=130, bbox_inches="tight")
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror or error}") from error
+    finally:
+        plt.close(figure)

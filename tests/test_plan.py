@@ -1,0 +1,87 @@
+"""The entry ``plan``: budgets, errors, options."""
+
+import pytest
+
+from graphs import Graph, GraphMismatch, InfeasibleBudget, InputError, InvalidSchedule, Op, Value
+from planner import Compute, Status, keep_all, load_plan, plan, simulate, solve
+
+
+@pytest.fixture
+def ladder() -> Graph:
+    """Forward a, b, c (10 bytes each), backward reads b, then a: dropping a and making it again saves 10 bytes for 5 ns.
+
+    in memory while keep-all runs: a 10, ab 20, abc 30, then d: b c d + a = 40, then e: a d e = 30
+    """
+    return Graph(
+        "ladder",
+        (
+            Op("a", (), (0,), 5),
+            Op("b", (0,), (1,), 50),
+            Op("c", (1,), (2,), 5),
+            Op("d", (1, 2), (3,), 5),
+            Op("e", (0, 3), (4,), 5),
+        ),
+        tuple(Value(name, 10) for name in "abcde"),
+        frozenset(),
+        frozenset({4}),
+    )
+
+
+def test_keeping_all_is_optimal_where_it_fits(ladder: Graph) -> None:
+    found = plan(ladder, 1.0)
+    assert (found.status, found.time_ns, found.bound_ns, found.peak_bytes) == (Status.OPTIMAL, 70, 70, 40)
+
+
+def test_ten_bytes_less_cost_one_rerun_of_a(ladder: Graph) -> None:
+    found = plan(ladder, 30)
+    assert (found.status, found.time_ns, found.bound_ns, found.peak_bytes) == (Status.OPTIMAL, 75, 75, 30)
+    assert found.overhead == pytest.approx(5 / 70)
+    assert found.row()["recomputed_ops"] == 1
+
+
+def test_budget_below_the_minimum_is_refused_with_both_numbers(ladder: Graph) -> None:
+    # d alone holds b, c and d
+    with pytest.raises(InfeasibleBudget, match=r"ladder cannot run in 29 bytes .* at least 30; .* known to work is 30") as caught:
+        plan(ladder, 29)
+    assert (caught.value.budget_bytes, caught.value.proved_bytes, caught.value.works_bytes) == (29, 30, 30)
+    assert solve(ladder, 29).status is Status.INFEASIBLE
+
+
+@pytest.mark.parametrize("budget", [0, -1, 0.0, 1.5, "many", "0.5 %", True, None])
+def test_unusable_budgets_are_refused(ladder: Graph, budget: object) -> None:
+    with pytest.raises(InputError, match="give bytes"):
+        plan(ladder, budget)  # type: ignore[arg-type]
+
+
+def test_unknown_method_and_option_name_the_known_ones(ladder: Graph) -> None:
+    with pytest.raises(InputError, match=r"unknown method 'best'; there are: cutting_stages, keep_all"):
+        plan(ladder, 1.0, method="best")
+    with pytest.raises(InputError, match=r"method keep_all has no option 'depth'; it has: gap"):
+        plan(ladder, 1.0, method="keep_all", depth=3)
+
+
+def test_an_invalid_start_is_the_callers_mistake(ladder: Graph) -> None:
+    with pytest.raises(InvalidSchedule, match="b reads value 0"):
+        plan(ladder, 30, start=(Compute(1),))
+
+
+def test_a_saved_plan_is_for_its_graph_only(ladder: Graph, tmp_path) -> None:  # type: ignore[no-untyped-def]
+    found = plan(ladder, 30)
+    found.save(tmp_path / "plan.json")
+    assert load_plan(tmp_path / "plan.json", ladder) == found
+    slower = ladder.with_costs([6, 50, 5, 5, 5])
+    with pytest.raises(GraphMismatch, match="plan again"):
+        load_plan(tmp_path / "plan.json", slower)
+
+
+def test_plan_of_a_graph_has_nothing_to_train(ladder: Graph) -> None:
+    with pytest.raises(InputError, match="no captured model"):
+        plan(ladder, 1.0).module()
+
+
+def test_time_and_peak_are_simulated(ladder: Graph) -> None:
+    found = plan(ladder, 30)
+    assert found.schedule is not None
+    trace = simulate(ladder, found.schedule)
+    assert (trace.time_ns, trace.peak_bytes) == (found.time_ns, found.peak_bytes)
+    assert simulate(ladder, keep_all(ladder)).peak_bytes == 40

@@ -1,0 +1,23 @@
+"""The README's example runs, and its numbers come from committed rows."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text()
+
+
+def example() -> str:
+    return next(block for block in re.findall(r"```python\n(.*?)```", README, re.DOTALL))
+
+
+def test_the_example_runs_and_ends_in_a_number(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", example()], capture_output=True, text=True, cwd=tmp_path, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    match = re.fullmatch(r"(\d+\.\d+)% more time for 40% less memory", done.stdout.strip().splitlines()[-1])
+    assert match is not None, done.stdout
+    assert 0 < float(match[1]) < 50
