@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import operator
@@ -78,7 +79,7 @@ class _Want:
 
     def check(self, label: str, tensor: object) -> None:
         if not isinstance(tensor, Tensor):
-            raise InputError(f"{label} is a {type(tensor).__name__}, but the step was captured with a tensor")
+            raise InputError(f"{label} is of type {type(tensor).__name__}, but the step was captured with a tensor")
         if tensor.shape != self.shape:
             raise InputError(f"{label} has shape {tuple(tensor.shape)}, but the step was captured with {tuple(self.shape)}")
         if tensor.dtype != self.dtype:
@@ -110,6 +111,8 @@ class Step:
     constants  tensors of the sources of kind "constant"
     form       of the inputs
     modes      train/eval flag of every module of the model, in the order of ``model.modules()``: the graph is for these
+    body       model and loss as they were traced
+    autocast   dtype of the autocast region around both; None without one
 
     Parameters and buffers with several names (tied weights) are one placeholder under their first name, with one gradient.
     """
@@ -125,6 +128,14 @@ class Step:
     constants: Mapping[str, Tensor] = field(repr=False)
     form: InputForm = field(repr=False)
     modes: tuple[bool, ...] = field(repr=False)
+    body: Body = field(repr=False)
+    autocast: torch.dtype | None
+
+    def eager(self, inputs: Inputs) -> Tensor:
+        """The loss as plain PyTorch computes it, ready for ``backward()``: what every executor is held against."""
+        with contextlib.nullcontext() if self.autocast is None else torch.autocast(self.device.type, dtype=self.autocast):
+            loss: Tensor = self.body(plain(inputs))
+        return loss
 
     def views(self, op: int) -> tuple[fx.Node, ...]:
         """The view nodes that the arguments of op ``op`` need, in an order in which they can be made."""
@@ -212,7 +223,8 @@ def capture(
         check_input(label, leaf, where)
     autocast = region_of(autocast, where)
 
-    joint = trace(name, Body(model, loss, splitter(loss, given)), state, leaves, form.spec, where, autocast)
+    body = Body(model, loss, splitter(loss, given))
+    joint = trace(name, body, state, leaves, form.spec, where, autocast)
     graph = joint.module.graph
     sources, tensors = _sources(joint, state, leaves, form)
     for node, tensor in lift_constants(joint.module):
@@ -257,6 +269,8 @@ def capture(
         {s.name: t for s, t in zip(sources, tensors, strict=True) if s.kind == "constant" and t is not None},
         form,
         tuple(part.training for part in model.modules()),
+        body,
+        autocast,
     )
 
 
