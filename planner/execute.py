@@ -128,15 +128,14 @@ class PlannedModule(nn.Module):
 
     def __init__(self, step: Step, schedule: Schedule, budget_bytes: int) -> None:
         super().__init__()
-        self.__dict__["model"] = step.model  # not as a submodule: the names of its parameters stay as they are
         self.training = step.model.training
         self.step = step
+        _checked_peak(step, schedule, budget_bytes)
         # The new buffers are written once the loss is there, so none may be given up before and made again.
         early = {_result_value(step, i) for i, result in enumerate(step.results) if result.kind != "gradient"}
         schedule = tuple(s for s in schedule if not (isinstance(s, Free) and s.value in early))
-        _checked_peak(step, schedule, budget_bytes)
         self._halves = _halves(step, schedule)
-        self.peak_bytes = _checked_peak(step, schedule, budget_bytes, self._halves)
+        self.peak_bytes = _peak_in_halves(step, schedule, budget_bytes, self._halves)
         gradients = [result.name for result in step.results if result.kind == "gradient"]
         self._trained = tuple(operator.attrgetter(name) for name in gradients)
         self._generators = _generators(step)
@@ -197,7 +196,7 @@ class PlannedModule(nn.Module):
     # Everything else is the model's.
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["model"], name)
+        return getattr(self.__dict__["step"].model, name)
 
     def extra_repr(self) -> str:
         graph = self.step.graph
@@ -646,28 +645,35 @@ def _repeated_draws(step: Step, schedule: Schedule) -> frozenset[int]:
 # Shared by PlannedStep and PlannedModule.
 
 
-def _checked_peak(step: Step, schedule: Schedule, budget_bytes: int | None, halves: _Halves | None = None) -> int:
-    """Peak of a valid schedule; with ``halves``, of those, where each clone of a buffer comes on top.
-
-    Raises BudgetExceeded where it is more than the budget.
-    """
-    sources = _placeholders(step)
+def _checked_peak(step: Step, schedule: Schedule, budget_bytes: int | None) -> int:
+    """Peak of a schedule. Raises InvalidSchedule where it is none, BudgetExceeded where it needs more than the budget."""
     trace = simulate(step.graph, schedule)
-    peak_bytes, peak_step = trace.peak_bytes, trace.peak_step
-    cloned = (
-        [step.graph.values[step.value_of[sources[buffer.source]]].size_bytes for buffer in halves.buffers if buffer.cloned]
-        if halves
-        else []
-    )
-    if halves and cloned:
-        later = range(max(halves.cut - 1, 0), len(schedule))
-        worst = max(later, key=trace.memory_bytes.__getitem__)
-        if trace.memory_bytes[worst] + sum(cloned) > peak_bytes:
-            peak_bytes, peak_step = trace.memory_bytes[worst] + sum(cloned), worst
-    if budget_bytes is not None and peak_bytes > budget_bytes:
-        op = next((step.graph.ops[s.op].name for s in schedule[peak_step:] if isinstance(s, Compute)), step.graph.name)
-        raise BudgetExceeded(op, peak_bytes, budget_bytes, "nothing ran; plan for a larger budget")
-    return peak_bytes
+    if budget_bytes is not None and trace.peak_bytes > budget_bytes:
+        where = _op_at(step, schedule, trace.peak_step)
+        raise BudgetExceeded(where, trace.peak_bytes, budget_bytes, "nothing ran; plan for a larger budget")
+    return trace.peak_bytes
+
+
+def _peak_in_halves(step: Step, schedule: Schedule, budget_bytes: int, halves: _Halves) -> int:
+    """Peak of a schedule that keeps its early results, clones of buffers included. Raises BudgetExceeded as above."""
+    memory = list(simulate(step.graph, schedule).memory_bytes)
+    sources = _placeholders(step)
+    cloned = sum(step.graph.values[step.value_of[sources[b.source]]].size_bytes for b in halves.buffers if b.cloned)
+    for at in range(max(halves.cut - 1, 0), len(memory)):
+        memory[at] += cloned
+    worst = max(range(len(memory)), key=memory.__getitem__)
+    if memory[worst] > budget_bytes:
+        raise BudgetExceeded(
+            _op_at(step, schedule, worst),
+            memory[worst],
+            budget_bytes,
+            f"a call keeps the loss and the new buffers until its end; plan for {memory[worst] - budget_bytes:,} bytes less than there are",
+        )
+    return memory[worst]
+
+
+def _op_at(step: Step, schedule: Schedule, at: int) -> str:
+    return next((step.graph.ops[s.op].name for s in schedule[at:] if isinstance(s, Compute)), step.graph.name)
 
 
 def _placeholders(step: Step) -> list[fx.Node]:

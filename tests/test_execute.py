@@ -610,6 +610,18 @@ def test_schedule_and_budget_are_checked_before_anything_runs(mlp: Case) -> None
         lower(mlp.step, (*schedule[:-1], Compute(len(mlp.graph.ops))))
 
 
+def test_new_buffers_are_kept_within_the_budget(mlp: Case) -> None:
+    """A plan may drop the new buffers and make them again with the rest of their op; a call cannot."""
+    for seed in range(50):
+        schedule = rematerializing(mlp.graph, seed)
+        plan, module = PlannedStep(mlp.step, schedule), PlannedModule(mlp.step, schedule, PLENTY)
+        if module.peak_bytes > plan.peak_bytes:
+            break
+    assert module.peak_bytes <= plan.peak_bytes + mlp.loss.nbytes + sum(b.nbytes for b in mlp.buffers.values())
+    with pytest.raises(BudgetExceeded, match="the new buffers until its end"):
+        PlannedModule(mlp.step, schedule, module.peak_bytes - 1)
+
+
 def test_a_backward_before_the_loss_runs_only_as_one_step() -> None:
     """An order that is valid, but that no forward and backward can be cut from."""
 
