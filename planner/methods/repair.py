@@ -5,8 +5,9 @@ readers. Where room is needed, the present value goes that has the least
 
     time to make it and its missing ancestors again / (bytes * ops until its next first-run reader)
 
-Values that no first run reads any more go at once. A keep set (say, the values a MILP holds at its cut) can be protected.
-This is offline eviction with the next use known, as in Belady's rule, weighed as DTR's heuristic weighs (Kirisame et al., ICLR 2021).
+Values that no first run reads any more go at once. Values to hold on to (say, what a MILP keeps at its events) weigh more.
+This is offline eviction with the next use known, as in Belady's rule, weighed as DTR's heuristic weighs (Kirisame et al.,
+ICLR 2021).
 """
 
 from __future__ import annotations
@@ -18,17 +19,17 @@ from graphs.ir import Graph
 from planner.schedule import Schedule, with_frees
 from planner.simulate import simulate
 
-PROTECTED = 1000.0  # a protected value's score is multiplied by this
+Hold = Sequence[tuple[int, Collection[int]]]  # (op, values to have in memory when it runs for the first time), ops ascending
 
 
 class _Walk:
     """State of one walk. Ids of values and ops as in the graph; resident values are left out everywhere."""
 
-    def __init__(self, graph: Graph, budget_bytes: int, keep: Collection[int], until: int, run_limit: int) -> None:
+    def __init__(self, graph: Graph, budget_bytes: int, hold: Hold, weight: float, run_limit: int) -> None:
         self.graph = graph
         self.room = budget_bytes - graph.resident_bytes
-        self.keep = frozenset(keep)
-        self.until = until
+        self.hold = [(t, frozenset(values)) for t, values in reversed(hold)]  # next event last
+        self.weight = weight
         self.run_limit = run_limit
         self.size = [value.size_bytes for value in graph.values]
         self.inputs = [tuple(v for v in op.inputs if graph.producer[v] >= 0) for op in graph.ops]
@@ -54,6 +55,9 @@ class _Walk:
     def first_run(self, i: int) -> bool:
         """Run op ``i`` and all it misses; False where there is no room."""
         self.now = i
+        while self.hold and self.hold[-1][0] < i:
+            self.hold.pop()
+        self.held_on = self.hold[-1][1] if self.hold else frozenset()
         stack = [i]
         self._lock(i)
         while stack:
@@ -126,7 +130,7 @@ class _Walk:
 
     def _score(self, v: int) -> float:
         score = self._remake_time(v) / (self.size[v] * self._distance(v))
-        return score * PROTECTED if v in self.keep and self.now <= self.until else score
+        return score * self.weight if v in self.held_on else score
 
     def _remake_time(self, v: int) -> float:
         known = self.remake.get(v)
@@ -164,14 +168,14 @@ class _Walk:
 
 
 def repair(
-    graph: Graph, budget_bytes: int, *, keep: Collection[int] = (), until: int = -1, run_limit: int | None = None
+    graph: Graph, budget_bytes: int, *, hold: Hold = (), weight: float = 1.0, run_limit: int | None = None
 ) -> Schedule | None:
     """A schedule within ``budget_bytes`` with the graph's order of first executions, or None where the walk gets stuck.
 
-    keep, until  values to hold on to while ops up to ``until`` run for the first time
-    run_limit    give up after this many runs in all (default: thirty per op)
+    hold, weight  until an op of ``hold`` has run for the first time, the scores of its values count ``weight`` times
+    run_limit     give up after this many runs in all (default: ten per op)
     """
-    walk = _Walk(graph, budget_bytes, keep, until, run_limit or 30 * len(graph.ops))
+    walk = _Walk(graph, budget_bytes, hold, weight, run_limit or 10 * len(graph.ops))
     if not all(walk.first_run(i) for i in range(len(graph.ops) + 1)):
         return None
     return fitting(graph, budget_bytes, walk.runs[:-1])
