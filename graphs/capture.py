@@ -274,11 +274,12 @@ def capture(
     )
 
 
-def bind(step: Step, inputs: Inputs, tangent: Tensor | None = None) -> list[Tensor]:
+def bind(step: Step, inputs: Inputs, tangent: Tensor | None = None, *, detached: bool = True) -> list[Tensor]:
     """The tensors of the placeholders of ``step.module``, in order: the model's own, the inputs, the tangent.
 
-    inputs   in the form ``capture`` was given
-    tangent  gradient of the loss; ones by default
+    inputs    in the form ``capture`` was given
+    tangent   gradient of the loss; ones by default
+    detached  parameters and buffers come as tensors without gradient; otherwise as what the model holds
 
     Raises InputError naming what differs from the captured step: shape, dtype, device, layout, an argument that is no tensor,
     a parameter frozen since, a module switched between training and evaluation, tensors that shared their memory then.
@@ -292,7 +293,8 @@ def bind(step: Step, inputs: Inputs, tangent: Tensor | None = None) -> list[Tens
             tensor = getter(step.model)
             if tensor.requires_grad != source.trainable:
                 raise InputError(f"{source.name} was frozen or unfrozen after the step was captured; capture it again")
-            tensor = tensor.detach()
+            if detached:
+                tensor = tensor.detach()
         elif source.kind == "input":
             tensor = leaves[source.index]
             if tensor.requires_grad:

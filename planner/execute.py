@@ -136,8 +136,8 @@ class PlannedModule(nn.Module):
         schedule = tuple(s for s in schedule if not (isinstance(s, Free) and s.value in early))
         self._halves = _halves(step, schedule)
         self.peak_bytes = _peak_in_halves(step, schedule, budget_bytes, self._halves)
-        gradients = [result.name for result in step.results if result.kind == "gradient"]
-        self._trained = tuple(operator.attrgetter(name) for name in gradients)
+        index = {(source.kind, source.name): i for i, source in enumerate(step.sources)}
+        self._trained = tuple(index["parameter", result.name] for result in step.results if result.kind == "gradient")
         self._generators = _generators(step)
         self._no_tangent = torch.empty(0)
 
@@ -149,14 +149,13 @@ class PlannedModule(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.step.modes[0] and not self.step.model.training:
             return self.step.model(*args, **kwargs)
-        bound = bind(self.step, _inputs(self.step, args, kwargs))
+        bound = bind(self.step, _inputs(self.step, args, kwargs), detached=False)
         for i, source in enumerate(self.step.sources):
             if source.kind == "tangent":
                 bound[i] = self._no_tangent  # autograd brings the real one, and one is all the plan counts
         if not torch.is_grad_enabled():
             return self._run_forward(bound)[0]
-        parameters = [get(self.step.model) for get in self._trained]
-        return _Train.apply(self, bound, *parameters)  # type: ignore[no-untyped-call]
+        return _Train.apply(self, bound, *(bound[i] for i in self._trained))  # type: ignore[no-untyped-call]
 
     def _run_forward(self, bound: list[Tensor]) -> tuple[Tensor, _Kept]:
         """Run the first half: the loss, and what the second needs."""
@@ -196,7 +195,12 @@ class PlannedModule(nn.Module):
     # Everything else is the model's.
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["step"].model, name)
+        if "step" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self.step.model, name)
+
+    def __deepcopy__(self, memo: object) -> PlannedModule:
+        raise InputError("a planned module is tied to its model and cannot be copied; copy the model and plan for the copy")
 
     def extra_repr(self) -> str:
         graph = self.step.graph
@@ -667,7 +671,7 @@ def _peak_in_halves(step: Step, schedule: Schedule, budget_bytes: int, halves: _
             _op_at(step, schedule, worst),
             memory[worst],
             budget_bytes,
-            f"a call keeps the loss and the new buffers until its end; plan for {memory[worst] - budget_bytes:,} bytes less than there are",
+            f"a call keeps the loss and the new buffers until its end; plan for {memory[worst] - budget_bytes:,} bytes less",
         )
     return memory[worst]
 

@@ -509,6 +509,8 @@ def test_everything_else_is_the_models_own(mlp: Case) -> None:
     module.apply(lambda part: setattr(part, "visited", True))
     assert model.visited
     assert module.to(torch.float32) is module
+    with pytest.raises(InputError, match="cannot be copied"):
+        copy.deepcopy(module)
 
 
 def test_evaluation_runs_the_plain_model() -> None:
