@@ -39,6 +39,7 @@ class Program:
     calls              in program order
     events             what happens, in order: the number of a call, or ``-1 - storage`` where the last reference to it goes
     kept               tensors that must be in memory at the end, in the order in which they are brought back
+    backward_at        number of the first call of the backward pass, where that is known
     """
 
     name: str
@@ -49,6 +50,7 @@ class Program:
     calls: tuple[Call, ...]
     events: tuple[int, ...]
     kept: tuple[int, ...]
+    backward_at: int | None = None
 
     @property
     def base_time_ns(self) -> int:

@@ -1,0 +1,50 @@
+"""Graphs from files: our own JSON, operator logs of the DTR authors, instances of Checkmate's MILP."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from graphs.errors import InputError
+from graphs.files import read_text
+from graphs.importers.checkmate import load_checkmate
+from graphs.importers.dtr_log import load_dtr_log
+from graphs.ir import Graph
+from graphs.serialize import load_graph
+
+__all__ = ["load", "load_checkmate", "load_dtr_log", "load_graph"]
+
+
+def load(path: str | os.PathLike[str]) -> Graph:
+    """Read a graph file, its format found from its content; ``.gz`` files of any format are unzipped.
+
+    A file whose first line is a JSON object with an INSTRUCTION is an operator log; any other JSON object with a ``schema`` is
+    one of our graphs, and one with ``edges`` a Checkmate instance. Raises InputError naming the file and what is wrong.
+    """
+    text = read_text(path)
+    first = next((line for line in text.splitlines() if line.strip()), "")
+    if Path(path).name.removesuffix(".gz").endswith(".log") or _is_instruction(first):
+        return load_dtr_log(path)
+    expected = "expected our own JSON, an operator log (one JSON instruction a line) or a Checkmate instance"
+    try:
+        keys = _keys(text)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path} is no graph file: {error}; {expected}") from error
+    if "schema" in keys:
+        return load_graph(path)
+    if keys >= {"n", "edges"}:
+        return load_checkmate(path)
+    raise InputError(f"{path} is no graph file: {expected}")
+
+
+def _is_instruction(line: str) -> bool:
+    try:
+        return "INSTRUCTION" in _keys(line)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _keys(text: str) -> set[str]:
+    content = json.loads(text)
+    return set(content) if isinstance(content, dict) else set()

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,29 +23,27 @@ def read_program(path: str | os.PathLike[str]) -> Program:
     source = Path(path)
     text = read_text(source)
     reader = _Reader()
+    started = False
     try:
-        for at, entry in _logged(text):
-            reader.read(at, entry)
+        for reader.line, written in enumerate(text.splitlines(), start=1):
+            if not written.strip():
+                continue
+            entry = json.loads(written)
+            if not isinstance(entry, dict) or "INSTRUCTION" not in entry:
+                raise ValueError("not an instruction of an operator log")
+            if started:
+                reader.read(entry)
+            else:
+                started = entry["INSTRUCTION"] == "ANNOTATE" and entry["ANNOTATION"] == "START"
         reader.close()
-    except (KeyError, IndexError, TypeError, ValueError) as error:
-        raise InputError(f"{source} is damaged at or after line {reader.line}: {type(error).__name__} {error}") from error
+    except KeyError as error:
+        raise InputError(f"{source} is damaged at line {reader.line}: the instruction has no field {error}") from error
+    except (IndexError, TypeError, ValueError, RecursionError) as error:
+        raise InputError(f"{source} is damaged at line {reader.line}: {error}") from error
     if not reader.calls:
-        raise InputError(f"{source} holds no operator calls after its START mark")
+        raise InputError(f"{source} holds no operator calls after a START mark")
     name = source.name.removesuffix(".gz").removesuffix(".log")
     return reader.program(name)
-
-
-def _logged(text: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Line numbers and instructions after the START mark."""
-    started = False
-    for at, line in enumerate(text.splitlines(), start=1):
-        if not line.strip():
-            continue
-        entry = json.loads(line)
-        if started:
-            yield at, entry
-        else:
-            started = entry["INSTRUCTION"] == "ANNOTATE" and entry["ANNOTATION"] == "START"
 
 
 class _Reader:
@@ -66,13 +63,13 @@ class _Reader:
         self._memory: list[int] = []
         self._alias: list[int] = []
         self._constant = ""
+        self._backward_at: int | None = None
 
-    def read(self, line: int, entry: dict[str, Any]) -> None:
+    def read(self, entry: dict[str, Any]) -> None:
         """Take in one instruction."""
-        self.line = line
         kind = entry["INSTRUCTION"]
         if kind == "MEMORY":
-            self._memory.append(int(entry["MEMORY"]))
+            self._memory.append(_count(entry["MEMORY"]))
             if self._constant:
                 if entry["NAME"] != self._constant:
                     raise ValueError(f"expected the size of {self._constant}")
@@ -88,20 +85,23 @@ class _Reader:
         if kind == "CONSTANT":
             self._constant = entry["NAME"]
         elif kind == "CALL":
-            arguments = [self._names[name] for name in entry["ARGS"]]
-            self._open = entry["NAME"], arguments, entry["RESULT"], int(entry["TIME"])
+            arguments = [self._tensor(name) for name in entry["ARGS"]]
+            self._open = entry["NAME"], arguments, entry["RESULT"], _count(entry["TIME"])
         elif kind == "MUTATE":
             self._mutate(entry)
         elif kind == "COPY":
-            self._names[entry["DST"]] = self._refer(self._names[entry["SRC"]])
+            self._names[entry["DST"]] = self._refer(self._tensor(entry["SRC"]))
         elif kind == "COPY_FROM":
-            old = self._names[entry["DST"]]
-            self._names[entry["DST"]] = self._refer(self._names[entry["SRC"]])
+            old = self._tensor(entry["DST"])
+            self._names[entry["DST"]] = self._refer(self._tensor(entry["SRC"]))
             self._release(old)
         elif kind == "RELEASE":
             if entry["NAME"] in self._names:
                 self._release(self._names.pop(entry["NAME"]))
-        elif kind != "ANNOTATE":
+        elif kind == "ANNOTATE":
+            if entry["ANNOTATION"] == "BACKWARD":
+                self._backward_at = len(self.calls)
+        else:
             raise ValueError(f"unknown instruction {kind!r}")
 
     def close(self) -> None:
@@ -134,14 +134,20 @@ class _Reader:
             calls=tuple(self.calls),
             events=tuple(self.events),
             kept=tuple(dict.fromkeys(self._names.values())),
+            backward_at=self._backward_at,
         )
+
+    def _tensor(self, name: str) -> int:
+        if name not in self._names:
+            raise ValueError(f"{name} names no tensor here")
+        return self._names[name]
 
     def _mutate(self, entry: dict[str, Any]) -> None:
         """Inputs -> new tensors, each as large as the whole storage it replaces; the names then mean the new ones."""
         names = [entry["ARGS"][int(i)] for i in entry["MUTATE"]]
-        arguments = [self._names[name] for name in entry["ARGS"]]
-        makes = [self._new_storage(name, self.size_bytes[self._storage[self._names[name]]]) for name in names]
-        made = self._call(entry["NAME"], arguments, makes, int(entry["TIME"]))
+        arguments = [self._tensor(name) for name in entry["ARGS"]]
+        makes = [self._new_storage(name, self.size_bytes[self._storage[self._tensor(name)]]) for name in names]
+        made = self._call(entry["NAME"], arguments, makes, _count(entry["TIME"]))
         for name, tensor in zip(names, made, strict=True):
             old = self._names[name]
             self._names[name] = tensor
@@ -171,3 +177,11 @@ class _Reader:
         self._uses[s] -= 1
         if not self._uses[s]:
             self.events.append(-1 - s)
+
+
+def _count(text: str) -> int:
+    """A decimal number of bytes or nanoseconds."""
+    number = int(text)
+    if number < 0:
+        raise ValueError(f"{text} is negative")
+    return number
