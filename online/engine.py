@@ -290,13 +290,21 @@ class Engine:
                 fresh.append(s)
         if first:
             self._relate(op)
-        if len(fresh) > 1 and self._storage[wanted] in fresh:  # the wanted storage joins the pool last
-            fresh.remove(self._storage[wanted])
-            fresh.append(self._storage[wanted])
+        asked_for = self._storage[wanted] if wanted >= 0 else -1
+        if len(fresh) > 1 and asked_for in fresh:  # it joins the pool last
+            fresh.remove(asked_for)
+            fresh.append(asked_for)
         for s in fresh:
-            self._arrive(s, wanted=s == self._storage[wanted])
+            self._arrive(s)
         for t in self._inputs[op]:
-            self._unlock(self._storage[t])
+            s = self._storage[t]
+            self._unlock(s)
+            if self.reclaim and s != asked_for:
+                self._reclaim(s)
+        if self.reclaim:
+            for s in fresh:
+                if s != asked_for:
+                    self._reclaim(s)
         if not first:
             self._counters.recomputations += 1
             self._counters.recomputed_ns += time_ns
@@ -316,7 +324,7 @@ class Engine:
     def _never_gone(self, s: int) -> bool:
         return self._pinned[s] and self.release is not Release.BANISH
 
-    def _arrive(self, s: int, *, wanted: bool) -> None:
+    def _arrive(self, s: int) -> None:
         """Storage ``s`` has come into memory."""
         rebuilt = self.relations.evicted[s]
         if rebuilt:
@@ -324,9 +332,6 @@ class Engine:
             self.pool.restored(s)
         if not self._pinned[s]:
             self.pool.enter(s)
-            if self.reclaim and self._dropped[s] and not wanted:
-                self._evict(s)
-                self._counters.released += 1
         if rebuilt and self._banishing:
             for dep in self._banishing.intersection(self.relations.deps[s]):
                 self._banish(dep)
@@ -340,9 +345,12 @@ class Engine:
         self._locks[s] -= 1
         if not self._locks[s] and not self._pinned[s]:
             self.pool.join(s)
-            if self.reclaim and self._dropped[s]:
-                self._evict(s)
-                self._counters.released += 1
+
+    def _reclaim(self, s: int) -> None:
+        """Evict ``s`` if the program has dropped it and nothing holds it."""
+        if self._dropped[s] and not self._locks[s] and self.resident[s] and not self._pinned[s]:
+            self._evict(s)
+            self._counters.released += 1
 
     def _make_room(self, op: int) -> int:
         """Evict until ``op`` fits; the bytes in use while it runs."""

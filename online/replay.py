@@ -9,7 +9,7 @@ from graphs.importers.dtr_program import read_program
 from graphs.program import Program
 from online.engine import Counters, Engine, Release
 from online.heuristics import HEURISTICS
-from online.runtime import RUNS_PER_OP, Failure, RunStatus, play, release_policy, rule
+from online.runtime import Failure, RunStatus, play, release_policy, rule
 from planner.budget import resolve_budget
 
 
@@ -68,7 +68,6 @@ def replay_log(
         release=release_policy(release),
         reclaim=reclaim,
         limit_ns=(thrash_limit - 1) * base_time_ns,
-        limit_runs=RUNS_PER_OP * len(program.calls),
     )
     status, failure = play(engine, program)
     return Replay(

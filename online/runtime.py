@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from online.executor import Outcome
 
 
-RUNS_PER_OP = 100  # a run that recomputes more often than this, on average, is given up: costs may be 0, so time says nothing
+RUNS_PER_OP = 1000  # a run that recomputes more often than this, on average, is given up: costs may be 0, so time says nothing
 
 
 class RunStatus(enum.StrEnum):
@@ -130,7 +130,7 @@ def run(
     heuristic     a name of ``online.HEURISTICS``
     release       what to do with a value after its last read: "eager" (evict it), "ignore", "banish" (free it for good)
     reclaim       evict such a value again as soon as the rebuild that needed it is done with it (not in the DTR paper)
-    thrash_limit  stop when all runs take this many times the keep-all time, or a hundred times as many runs as it has ops
+    thrash_limit  stop when all runs take this many times the keep-all time, or a thousand runs per op
     seed          of the random heuristic
     execute       run the ops of a captured Step for real, on its device, under this budget; decisions go by the costs in the
                   graph, so they are those of the run that does not execute
