@@ -1,0 +1,240 @@
+"""Op times from a model of the device, without the device: the roofline (Williams et al., CACM 2009). [torch]
+
+    time = max(FLOPs / peak FLOP/s, bytes moved / memory bandwidth) + launch overhead
+
+FLOPs are counted by the formulas of ``torch.utils.flop_counter`` (multiply and add are two): matrix products, convolutions,
+attention. All other ops count none; their time is that of the bytes they move. Views are no ops and cost nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, fx
+from torch.utils.flop_counter import FlopCounterMode
+
+from graphs.errors import InputError
+from graphs.rewrite import attribute, tensors_of
+from graphs.torch_private import OpOverload, storage_bytes, storage_key
+
+if TYPE_CHECKING:
+    from graphs.capture import Step
+
+TERA, GIGA = 1e12, 1e9
+
+
+@dataclass(frozen=True)
+class DeviceDescription:
+    """What a device can do at best.
+
+    name                   for people
+    peak_flops             FLOP/s by dtype of the operands ("float32"); "tf32" is what float32 convolutions run at, as they do in
+                           torch unless told otherwise; a dtype that is not listed runs at the rate of float32
+    bandwidth_bytes_per_s  of its main memory
+    launch_ns              what every op costs on top: dispatch and kernel launch
+    words                  that are all in the device name torch gives ("NVIDIA A100-SXM4-80GB")
+    """
+
+    name: str
+    peak_flops: Mapping[str, float]
+    bandwidth_bytes_per_s: float
+    launch_ns: int = 5_000
+    words: frozenset[str] = frozenset()
+
+
+def _gpu(name: str, words: str, bandwidth: float, **tera_flops: float) -> DeviceDescription:
+    rates = {dtype: rate * TERA for dtype, rate in tera_flops.items()}
+    return DeviceDescription(name, rates, bandwidth * GIGA, words=frozenset(words.split()))
+
+
+# From the makers' data sheets: dense rates (no sparsity), at boost clock, matrix units where the format has them; SXM versions.
+DEVICES: Mapping[str, DeviceDescription] = {
+    # Two cores with AVX2 at 2.5 GHz (2 fused multiply-adds of 8 floats a cycle and core) on one channel of DDR4.
+    "cpu": DeviceDescription("two CPU cores", {"float32": 160 * GIGA, "float64": 80 * GIGA}, 20 * GIGA),
+    "titan_v": _gpu("TITAN V", "TITAN V", 652.8, float32=14.9, float64=7.45, float16=110),
+    "v100": _gpu("V100", "V100", 900, float32=15.7, float64=7.8, float16=125),
+    "t4": _gpu("T4", "T4", 320, float32=8.1, float16=65),
+    "a100_40gb": _gpu("A100 40GB", "A100 40GB", 1555, float32=19.5, float64=19.5, tf32=156, float16=312, bfloat16=312),
+    "a100": _gpu("A100 80GB", "A100", 2039, float32=19.5, float64=19.5, tf32=156, float16=312, bfloat16=312),
+    "h100": _gpu("H100", "H100", 3350, float32=67, float64=67, tf32=494.7, float16=989.4, bfloat16=989.4),
+    "h200": _gpu("H200", "H200", 4800, float32=67, float64=67, tf32=494.7, float16=989.4, bfloat16=989.4),
+}
+
+
+def roofline(step: Step, device: DeviceDescription | str | None = None) -> Step:
+    """The step with modelled op times: whole ns, at least 1. Workspaces stay as they are.
+
+    device  a description, or the name of one of ``DEVICES``; None: the one of the device the step was captured on
+
+    Raises InputError for a name that is not there, and where the device of the step has no description.
+    """
+    if isinstance(device, DeviceDescription):
+        described = device
+    else:
+        described = _own_description(step) if device is None else _description(device)
+    known: dict[str, int] = {}
+    times: list[int] = []
+    for node in step.calls:
+        key = signature(node)
+        if key not in known:
+            known[key] = _time_ns(node, described)
+        times.append(known[key])
+    step = step.with_costs(times)
+    if device is None:
+        return step
+    return dataclasses.replace(step, graph=dataclasses.replace(step.graph, device=described.name))
+
+
+def _description(name: str) -> DeviceDescription:
+    if name not in DEVICES:
+        raise InputError(f"unknown device {name!r}; there are descriptions of: {', '.join(DEVICES)}")
+    return DEVICES[name]
+
+
+def _own_description(step: Step) -> DeviceDescription:
+    if step.device.type == "cpu":
+        return DEVICES["cpu"]
+    words = set(re.split(r"[^A-Za-z0-9]+", step.graph.device))
+    fitting = [each for each in DEVICES.values() if each.words and each.words <= words]
+    if not fitting:
+        raise InputError(
+            f"there is no description of the device {step.graph.device!r}; name a similar one ({', '.join(DEVICES)}), or give "
+            f"a DeviceDescription, or measure the ops instead"
+        )
+    return max(fitting, key=lambda each: len(each.words))
+
+
+def _time_ns(node: fx.Node, device: DeviceDescription) -> int:
+    busy_s = max(flops(node) / _rate(node, device), moved_bytes(node) / device.bandwidth_bytes_per_s)
+    return max(1, math.ceil(busy_s * 1e9) + device.launch_ns)
+
+
+def _rate(node: fx.Node, device: DeviceDescription) -> float:
+    """FLOP/s for the operands of a call."""
+    operands = [t.dtype for n in node.all_input_nodes for t in tensors_of(n) if t.dtype.is_floating_point]
+    dtype = str(operands[0]).removeprefix("torch.") if operands else "float32"
+    if dtype == "float32" and "convolution" in _packet(node):
+        dtype = "tf32"
+    return device.peak_flops.get(dtype, device.peak_flops["float32"])
+
+
+# What an op computes.
+
+
+_FORMULAS = FlopCounterMode(display=False).flop_registry
+_ATTENTION = ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+    """Scores and their product with the values; a causal mask is not taken into account."""
+    batch, heads, queries, width = query.shape
+    return 2 * batch * heads * queries * key.shape[-2] * (width + value.shape[-1])
+
+
+def _attention_backward(_: Tensor, query: Tensor, key: Tensor, value: Tensor, *__: Any, **___: Any) -> int:
+    """Scores again, and the gradients of values, scores, queries and keys."""
+    batch, heads, queries, width = query.shape
+    return 2 * batch * heads * queries * key.shape[-2] * (3 * width + 2 * value.shape[-1])
+
+
+# torch has formulas for most of these, but not in every release: grouped queries and the kernel of the CPU came later.
+_OWN_FORMULAS: Mapping[str, Callable[..., int]] = {
+    **{f"aten._scaled_dot_product_{name}": _attention for name in _ATTENTION},
+    **{f"aten._scaled_dot_product_{name}_backward": _attention_backward for name in _ATTENTION},
+}
+
+
+def flops(node: fx.Node) -> int:
+    """Floating-point operations of one call, by the shapes of its fake values; 0 for an op without a formula."""
+    args, kwargs = _values(node)
+    if own := _OWN_FORMULAS.get(_packet(node)):
+        return own(*args, **kwargs)
+    target: Any = node.target
+    formula = _FORMULAS.get(target.overloadpacket if isinstance(target, OpOverload) else target)
+    return 0 if formula is None else int(formula(*args, **kwargs, out_val=node.meta["val"]))
+
+
+# What an op moves.
+
+
+_SHAPE_ONLY = re.compile(r"aten\.(\w+_like|new_\w+)")  # the content of their first argument is not read
+_UNWRITTEN = frozenset(f"aten.{name}" for name in ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"))
+_GATHERS = frozenset(f"aten.{name}" for name in ("embedding", "index", "index_select", "gather"))
+
+
+def moved_bytes(node: fx.Node) -> int:
+    """Bytes one call reads and writes: every element of its tensors once, also where a tensor is given twice or is expanded.
+
+    A gather reads from its source as many bytes as it writes. What a kernel holds inside is not counted.
+    """
+    name = _packet(node)
+    written = 0 if name in _UNWRITTEN else sum({storage_key(t): storage_bytes(t) for t in tensors_of(node)}.values())
+    sources = list(node.all_input_nodes)
+    read = 0
+    if sources and name in _GATHERS:
+        read = min(written, _distinct_bytes(tensors_of(sources.pop(0))))
+    elif sources and _SHAPE_ONLY.fullmatch(name):
+        del sources[0]
+    return written + read + _distinct_bytes([t for source in sources for t in tensors_of(source)])
+
+
+def _distinct_bytes(tensors: list[Tensor]) -> int:
+    """Bytes of all elements of some tensors, each counted once: per storage no more than lie between its ends."""
+    by_storage: dict[int, list[Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel():
+            by_storage.setdefault(storage_key(tensor), []).append(tensor)
+    total = 0
+    for views in by_storage.values():
+        elements = sum(math.prod(n for n, s in zip(t.shape, t.stride(), strict=True) if s) for t in views)
+        first = min(int(t.storage_offset()) for t in views)
+        last = max(int(t.storage_offset()) + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) for t in views)
+        total += min(elements, last - first + 1) * views[0].element_size()
+    return total
+
+
+# What makes two calls the same.
+
+
+def signature(node: fx.Node) -> str:
+    """Text that is equal for two calls that do the same work: operator, all arguments, of tensors dtype, shape and strides.
+
+    Tensors that share a storage have the same number, and their distance in elements.
+    """
+    storages: dict[int, tuple[int, int]] = {}
+
+    def written(argument: Any) -> str:
+        if isinstance(argument, fx.Node):
+            argument = _value(argument)
+        if isinstance(argument, Tensor):
+            offset = int(argument.storage_offset())
+            number, first = storages.setdefault(storage_key(argument), (len(storages), offset))
+            dtype = str(argument.dtype).removeprefix("torch.")
+            return f"{dtype}{list(argument.shape)}{list(argument.stride())}@{number}{offset - first:+d}"
+        if isinstance(argument, fx.GraphModule):  # of a higher-order operator
+            return repr(argument.code)
+        if isinstance(argument, list | tuple):
+            return f"[{', '.join(map(written, argument))}]"
+        return repr(argument)
+
+    arguments = [written(a) for a in node.args] + [f"{name}={written(a)}" for name, a in sorted(node.kwargs.items())]
+    return f"{node.target}({', '.join(arguments)})"
+
+
+def _packet(node: fx.Node) -> str:
+    """Operator without its overload."""
+    return str(node.target.overloadpacket if isinstance(node.target, OpOverload) else node.target)
+
+
+def _values(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call, with the fake values of their nodes."""
+    return fx.map_arg(node.args, _value), fx.map_arg(node.kwargs, _value)
+
+
+def _value(node: fx.Node) -> Any:
+    return attribute(node) if node.op == "get_attr" else node.meta["val"]
