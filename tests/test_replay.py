@@ -115,7 +115,7 @@ def test_a_view_is_rebuilt_after_its_base(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda lines: lines[:9], r"line \d+: mm has 1 results, 1 sizes and 0 aliases"),
+        (lambda lines: lines[:8], r"line \d+: mm has 1 results, 1 sizes and 0 aliases"),
         (lambda lines: [*lines[:5], *lines[6:]], r"line 6: the size of w is missing"),
         (lambda lines: [*lines, instruction("COPY", DST="x", SRC="nobody")], r"line \d+: nobody names no tensor here"),
         (lambda lines: [*lines, instruction("JUMP")], r"line \d+: unknown instruction 'JUMP'"),
