@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from belady.rows import write_rows
 from graphs.errors import BeladyError, InputError, NoScheduleFound
 from graphs.ir import Graph
 from planner.budget import format_bytes, resolve_budget
@@ -24,6 +23,8 @@ from planner.plan import infeasible, solve, with_costs
 from planner.result import Plan, Status
 from planner.schedule import keep_all
 from planner.simulate import simulate
+
+from .rows import write_rows
 
 if TYPE_CHECKING:
     from graphs.capture import Step
@@ -228,7 +229,7 @@ def _diff(arguments: argparse.Namespace) -> int:
             progress=status,
         )
         if arguments.plot:
-            from belady.plots import draw_comparison
+            from .plots import draw_comparison
 
             status("drawing")
             draw_comparison(comparison, arguments.plot)
