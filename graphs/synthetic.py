@@ -80,8 +80,9 @@ PRESETS = {
 
 
 def random_layered(which: str | Layered, seed: int, *, order: Literal["random", "layers"] = "random") -> Graph:
-    """A random layered graph like RL1 to RL4 of the Moccasin paper (Bartan et al., ICML 2023). Their generator is unpublished;
-    this one was fitted to their four files, so graphs are like theirs, not equal to them.
+    """A random layered graph like RL1 to RL4 of the Moccasin paper (Bartan et al., ICML 2023).
+
+    Their generator is unpublished; this one was fitted to their four files, so graphs are like theirs, not equal to them.
 
     which  a preset ("RL1" ... "RL4": 100, 250, 500, 1000 ops) or parameters of one's own
     order  "random": the ops in a random topological order, as theirs are (a poor order: much of what recomputation saves in

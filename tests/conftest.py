@@ -1,0 +1,24 @@
+"""Shared by all tests: repeatable hypothesis runs, the data folder."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+# The same examples in every run, none timed: other work on the machine must not fail a test.
+settings.register_profile("belady", deadline=None, derandomize=True, database=None)
+settings.load_profile("belady")
+
+
+@pytest.fixture(scope="session")
+def data() -> Path:
+    """The folder with operator logs and Checkmate instances, named by the environment variable BELADY_DATA."""
+    folder = os.environ.get("BELADY_DATA")
+    if not folder:
+        pytest.skip("BELADY_DATA names no data folder")
+    if not Path(folder).is_dir():
+        pytest.fail(f"BELADY_DATA={folder} is no folder")
+    return Path(folder)
