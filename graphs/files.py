@@ -25,8 +25,8 @@ def write_whole(path: str | os.PathLike[str], text: str) -> None:
         data = gzip.compress(data, mtime=0)  # no time stamp: the same content is the same file
     temporary = ""
     try:
-        if target.exists() and not target.is_file():
-            target.write_bytes(data)
+        if os.path.exists(path) and not os.path.isfile(path):
+            Path(path).write_bytes(data)
             return
         handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
         with os.fdopen(handle, "wb") as file:

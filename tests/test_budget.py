@@ -1,0 +1,78 @@
+"""Budgets as users write them, and bytes as people read them."""
+
+from __future__ import annotations
+
+import pytest
+
+from graphs import InputError
+from planner.budget import format_bytes, resolve_budget
+
+PEAK = 1_000_003
+
+
+@pytest.mark.parametrize(
+    ("budget", "size_bytes"),
+    [
+        (1, 1),
+        (6442450944, 6442450944),
+        ("6442450944", 6442450944),
+        ("9007199254740993", 9007199254740993),  # 2**53 + 1: no float in between
+        ("6GiB", 6 * 2**30),
+        ("6 GiB", 6 * 2**30),
+        (" 6gib ", 6 * 2**30),
+        ("1.5GiB", 3 * 2**29),
+        ("500 MB", 500_000_000),
+        ("0.1GB", 100_000_000),  # exact, where 0.1 * 1e9 happens to be too
+        ("2.3 TiB", 23 * 2**40 // 10),
+        ("3KiB", 3072),
+        ("3kB", 3000),
+        ("17 B", 17),
+        ("2B", 2),
+        ("1B", 1),
+        ("1.5e9", 1_500_000_000),
+        ("1e6", 1_000_000),
+        ("2e-1 kB", 200),
+        (0.5, 500_001),
+        ("0.5", 500_001),
+        (".5", 500_001),
+        ("5e-1", 500_001),
+        (1.0, PEAK),
+        ("1.0", PEAK),
+        ("1", PEAK),
+        (1e-6, 1),
+    ],
+)
+def test_budgets_in_bytes(budget: int | float | str, size_bytes: int) -> None:
+    assert resolve_budget(budget, PEAK) == size_bytes
+
+
+@pytest.mark.parametrize(
+    "budget",
+    [
+        0, -1, 0.0, -0.5, 1.0001, 2.0, float("nan"), float("inf"), float("-inf"), True, False, None, [0.5], b"5",
+        "", "GiB", "six", "6 XB", "6GiBs", "6 Gi B", "-1", "-6GiB", "0", "0.0", "0 GiB", "1.5", "0.3B", "1e999", "1e400GiB",
+        "nan", "inf", "50%", "5,000", "0x10", "1_000", "6.", "1e", "9" * 5000,
+    ],
+)  # fmt: skip
+def test_anything_else_is_refused_with_what_would_do(budget: object) -> None:
+    with pytest.raises(InputError, match=r"give bytes \(6442450944 or '6GiB'\) or a share of the keep-all peak in \(0, 1\]"):
+        resolve_budget(budget, PEAK)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "text"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "0.977 KiB"),
+        (1024, "1 KiB"),
+        (999 * 1024, "999 KiB"),
+        (999 * 1024 + 600, "0.976 MiB"),  # not "1e+03 KiB"
+        (1536 * 2**20, "1.5 GiB"),
+        (123 * 2**30, "123 GiB"),
+        (5 * 2**40, "5 TiB"),
+        (-2048, "-2 KiB"),
+    ],
+)
+def test_bytes_as_text(size_bytes: int, text: str) -> None:
+    assert format_bytes(size_bytes) == text
