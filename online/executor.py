@@ -18,17 +18,11 @@ import torch
 from torch import Tensor, fx, nn
 
 from graphs.capture import Inputs, Step, bind
-from planner.execute import (
-    StepResult,
-    _as_captured,
-    _attribute,
-    _draws_undone_on_failure,
-    _generator_of,
-    _generators,
-    _ones,
-    generator_state,
-    repeat_draw,
-)
+from graphs.rewrite import attribute, outputs_of
+from planner.calls import quickest
+from planner.draws import draws_from, generator_state, generators_of, repeat_draw, undone_on_failure
+from planner.execute import StepResult, as_captured, unit_tangent
+from planner.lowering import placement
 
 Store = list[Tensor | None]  # tensors of placeholders and of what ops made, by place; None while not in memory
 
@@ -68,8 +62,8 @@ class Execution(contextlib.AbstractContextManager["Execution"]):
         self._context = contextlib.ExitStack()
 
     def __enter__(self) -> Execution:
-        self._context.enter_context(_as_captured(self._step))
-        self._context.enter_context(_draws_undone_on_failure(_generators(self._step)))
+        self._context.enter_context(as_captured(self._step))
+        self._context.enter_context(undone_on_failure(generators_of(self._step)))
         return self
 
     def __exit__(self, *error: Any) -> bool | None:
@@ -120,44 +114,44 @@ class _Code:
     def __init__(self, step: Step) -> None:
         self.places: defaultdict[int, tuple[int, ...]] = defaultdict(tuple)
         self.draws_from: dict[int, torch.device | torch.Generator] = {}
-        self.ones = _ones(step)
+        self.ones = unit_tangent(step)
         self._constants: dict[str, object] = {}
         self._held: dict[fx.Node, str] = {}  # expression for what a node holds
+        self._lying: dict[tuple[Any, ...], str] = {}  # the same for stored tensors, by where in memory they lie
         bases = list(step.module.graph.find_nodes(op="placeholder"))
         bases += [node for op in range(len(step.calls)) for node in step.made_by(op).values()]
         for place, node in enumerate(bases):
-            self._held[node] = f"s[{place}]"
+            self._held[node] = self._lying[placement(node)] = f"s[{place}]"
             value = step.value_of[node]
             if value not in step.graph.resident:
                 self.places[value] += (place,)
         self.size = len(bases)
         for node in step.module.graph.find_nodes(op="get_attr"):
-            self._held[node] = self._constant(_attribute(node))
+            self._held[node] = self._constant(attribute(node))
 
         lines: list[str] = []
         for op, call in enumerate(step.calls):
             if step.graph.ops[op].random:
-                where = _generator_of(call)
-                given = where if isinstance(where, torch.device) else _attribute(where)
-                assert isinstance(given, torch.device | torch.Generator)
-                self.draws_from[op] = given
+                self.draws_from[op] = draws_from(call)
             lines += [f"def op{op}(s):  # {call.name}", *self._views(step.views(op)), *self._run(step, op)]
-        outputs = step.module.graph.output_node().args[0]
-        lines += ["def results(s):", *self._views(step.result_views()), f"    return {self._expression(outputs)}"]
+        lines += ["def results(s):", *self._views(step.result_views())]
+        lines += [f"    return {self._expression(outputs_of(step.module.graph))}"]
         space = dict(self._constants)
         exec(compile("\n".join(lines), f"<online {step.graph.name}>", "exec"), space)
         self.runs: list[Callable[[Store], None]] = [space[f"op{op}"] for op in range(len(step.calls))]  # type: ignore[misc]
         self.results: Callable[[Store], list[Tensor]] = space["results"]  # type: ignore[assignment]
 
     def _views(self, nodes: tuple[fx.Node, ...]) -> list[str]:
-        """Lines that make views in local variables."""
+        """Lines that make views in local variables, each once; what lies just as a stored tensor is that tensor."""
         lines = []
+        made: dict[tuple[Any, ...], str] = {}
         for at, node in enumerate(nodes):
-            if node.target == torch.ops.aten.detach.default:  # no gradients are recorded, so the tensor itself will do
-                self._held[node] = self._expression(node.args[0])
-            else:
-                lines.append(f"    v{at} = {self._called(node)}")
-                self._held[node] = f"v{at}"
+            where = placement(node)
+            held = self._lying.get(where) or made.get(where)
+            if held is None:
+                held = made[where] = f"v{at}"
+                lines.append(f"    {held} = {self._called(node)}")
+            self._held[node] = held
         return lines
 
     def _run(self, step: Step, op: int) -> list[str]:
@@ -171,9 +165,12 @@ class _Code:
         return lines
 
     def _called(self, node: fx.Node) -> str:
+        kind, target = quickest(node)
         arguments = [self._expression(argument) for argument in node.args]
         arguments += [f"{name}={self._expression(argument)}" for name, argument in node.kwargs.items()]
-        return f"{self._constant(node.target)}({', '.join(arguments)})"
+        if kind == "call_method":
+            return f"{arguments[0]}.{target}({', '.join(arguments[1:])})"
+        return f"{self._constant(target)}({', '.join(arguments)})"
 
     def _expression(self, argument: object) -> str:
         """Python for an argument of a call."""

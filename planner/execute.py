@@ -8,9 +8,7 @@ and there are no free instructions: the generated code says ``x = None``, and re
 from __future__ import annotations
 
 import contextlib
-import operator
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,10 +16,11 @@ import torch
 from torch import Tensor, fx, nn
 
 from graphs.capture import Inputs, Step, bind
-from graphs.errors import BudgetExceeded, InputError, InvalidSchedule
-from graphs.torch_private import BoxedCodeGen, storage_key, tree_leaves
-from planner.calls import quickest
-from planner.schedule import Compute, Free, Schedule, computes
+from graphs.errors import InputError
+from planner.draws import generators_of, undone_on_failure
+from planner.halves import checked_peak, cut_in_halves, peak_of_halves
+from planner.lowering import Code, placeholders, result_value
+from planner.schedule import Free, Schedule
 from planner.simulate import simulate
 
 
@@ -58,8 +57,8 @@ def lower(step: Step, schedule: Schedule) -> fx.GraphModule:
     Raises InvalidSchedule where the schedule breaks a rule of ``simulate``.
     """
     simulate(step.graph, schedule)
-    code = _Code(step, _repeated_draws(step, schedule))
-    for node in _placeholders(step):
+    code = Code(step, schedule)
+    for node in placeholders(step):
         code.receive(node)
     code.run(schedule)
     return code.finish([code.result(i) for i in range(len(step.results))], "PlannedStep")
@@ -76,10 +75,10 @@ class PlannedStep:
 
     def __init__(self, step: Step, schedule: Schedule, budget_bytes: int | None = None) -> None:
         self.step = step
-        self.peak_bytes = _checked_peak(step, schedule, budget_bytes)
+        self.peak_bytes = checked_peak(step, schedule, budget_bytes)
         self.module = lower(step, schedule)
-        self._tangent = _ones(step)
-        self._generators = _generators(step)
+        self._tangent = unit_tangent(step)
+        self._generators = generators_of(step)
 
     def __call__(self, inputs: Inputs, tangent: Tensor | None = None) -> StepResult:
         """Run the step: ``inputs`` in the form ``capture`` was given, ``tangent`` the gradient of the loss (ones).
@@ -87,7 +86,7 @@ class PlannedStep:
         Raises InputError where the inputs or the model differ from what was captured.
         """
         bound = bind(self.step, inputs, self._tangent if tangent is None else tangent)
-        with _as_captured(self.step), _draws_undone_on_failure(self._generators):
+        with as_captured(self.step), undone_on_failure(self._generators):
             outputs = self.module.forward(bound)
         loss: Tensor | None = None
         gradients: dict[str, Tensor] = {}
@@ -130,15 +129,15 @@ class PlannedModule(nn.Module):
         super().__init__()
         self.training = step.model.training
         self.step = step
-        _checked_peak(step, schedule, budget_bytes)
+        checked_peak(step, schedule, budget_bytes)
         # The new buffers are written once the loss is there, so none may be given up before and made again.
-        early = {_result_value(step, i) for i, result in enumerate(step.results) if result.kind != "gradient"}
+        early = {result_value(step, i) for i, result in enumerate(step.results) if result.kind != "gradient"}
         schedule = tuple(s for s in schedule if not (isinstance(s, Free) and s.value in early))
-        self._halves = _halves(step, schedule)
-        self.peak_bytes = _peak_in_halves(step, schedule, budget_bytes, self._halves)
+        self._halves = cut_in_halves(step, schedule)
+        self.peak_bytes = peak_of_halves(step, schedule, budget_bytes, self._halves)
         index = {(source.kind, source.name): i for i, source in enumerate(step.sources)}
         self._trained = tuple(index["parameter", result.name] for result in step.results if result.kind == "gradient")
-        self._generators = _generators(step)
+        self._generators = generators_of(step)
         self._no_tangent = torch.empty(0)
 
     @property
@@ -160,7 +159,7 @@ class PlannedModule(nn.Module):
     def _run_forward(self, bound: list[Tensor]) -> tuple[Tensor, _Kept]:
         """Run the first half: the loss, and what the second needs."""
         halves = self._halves
-        with _as_captured(self.step), _draws_undone_on_failure(self._generators):
+        with as_captured(self.step), undone_on_failure(self._generators):
             outputs = halves.forward.forward([bound[i] for i in halves.forward_reads])
             loss, *contents = outputs[: 1 + len(halves.buffers)]
             given = outputs[1 + len(halves.buffers) :] + [bound[i] for i in halves.backward_reads]
@@ -188,7 +187,7 @@ class PlannedModule(nn.Module):
         given = kept.release()
         if self._halves.tangent_at is not None:
             given[self._halves.tangent_at] = tangent
-        with _as_captured(self.step), _draws_undone_on_failure(self._generators):
+        with as_captured(self.step), undone_on_failure(self._generators):
             gradients: list[Tensor] = self._halves.backward.forward(given)
         return gradients
 
@@ -310,393 +309,9 @@ def _inputs(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return args
 
 
-# Two halves: what a call of the module runs, and what its backward runs.
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Buffer:
-    """A buffer the step changes.
-
-    source  index of its placeholder in the captured step
-    old_at  where the second half takes its old content; None where it does not read it
-    new_at  where the second half takes its new content; likewise
-    cloned  the old content needs memory of its own. Otherwise it changes places with the new one, in the tensor that brought
-            that; and where the second half reads both, it takes the new content from the buffer
-    """
-
-    source: int
-    old_at: int | None
-    new_at: int | None
-    cloned: bool
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Halves:
-    """A schedule cut where the backward starts.
-
-    cut             index in the schedule of the first step of the second half
-    forward         takes the placeholders ``forward_reads``; returns the loss, the new content of ``buffers``, ``handed``
-    backward        takes ``handed`` and the placeholders ``backward_reads``; returns the gradients in the order of results
-    handed          names of the values and generator states that go from one to the other
-    loss_at         where the second half takes the loss; None where it does not read it
-    tangent_at      where it takes the gradient of the loss; likewise
-    """
-
-    cut: int
-    forward: fx.GraphModule
-    forward_reads: tuple[int, ...]
-    backward: fx.GraphModule
-    backward_reads: tuple[int, ...]
-    handed: tuple[str, ...]
-    buffers: tuple[_Buffer, ...]
-    loss_at: int | None
-    tangent_at: int | None
-
-
-def _halves(step: Step, schedule: Schedule) -> _Halves:
-    """Cut a schedule before the first op that depends on the gradient of the loss, and lower both parts."""
-    sources = _placeholders(step)
-    loss, *others = sorted(range(len(step.results)), key=lambda i: step.results[i].kind != "loss")
-    buffers = [i for i in others if step.results[i].kind == "buffer"]
-    gradients = [i for i in others if step.results[i].kind == "gradient"]
-    cut = _cut(step, schedule, (loss, *buffers))
-    before, after = schedule[:cut], schedule[cut:]
-    repeated = _repeated_draws(step, schedule)
-
-    first = _Code(step, repeated)
-    for node in sources:
-        first.receive(node)
-    first.run(before)
-    early_results = (loss, *buffers)
-    values = sorted(_needed(step, after, gradients, {_result_value(step, i) for i in early_results}))
-    draws = sorted(first.states.keys() & set(computes(after)))
-    early = [first.result(i) for i in early_results]
-    handed = [first.value(v) for v in values] + [first.states[op] for op in draws]
-    forward_reads = first.drop_unread(sources, [*early, *handed])
-    forward = first.finish([*early, *handed], "Forward")
-
-    second = _Code(step, repeated)
-    for v in values:
-        second.receive(second.maker[v])
-    for op in draws:
-        second.receive_state(op)
-    for node in sources:
-        second.receive(node)
-    second.run(after)
-    returned = [second.result(i) for i in gradients]
-    backward_reads = second.drop_unread(sources, returned)
-    backward = second.finish(returned, "Backward")
-
-    at = {v: i for i, v in enumerate(values)}
-    source_at = {source: len(handed) + i for i, source in enumerate(backward_reads)}
-    index = {(source.kind, source.name): i for i, source in enumerate(step.sources)}
-
-    def buffer(i: int) -> _Buffer:
-        source = index["buffer", step.results[i].name]
-        value = _result_value(step, i)
-        old_at, new_at = source_at.get(source), at.get(value)
-        # Only a tensor that is all of a storage of its own can take over the old content.
-        own = second.maker.get(value) is _results(step)[i] and [_result_value(step, j) for j in early_results].count(value) == 1
-        return _Buffer(source, old_at, new_at, old_at is not None and not own)
-
-    return _Halves(
-        cut,
-        forward,
-        forward_reads,
-        backward,
-        backward_reads,
-        tuple(node.name for node in handed),
-        tuple(buffer(i) for i in buffers),
-        at.get(_result_value(step, loss)),
-        source_at.get(index.get(("tangent", ""), -1)),
-    )
-
-
-def _cut(step: Step, schedule: Schedule, early: Iterable[int]) -> int:
-    """The first step of the schedule that depends on the gradient of the loss. The results ``early`` must be made by then."""
-    graph = step.graph
-    depends = {step.value_of[n] for n, s in zip(_placeholders(step), step.sources, strict=True) if s.kind == "tangent"}
-    late = set()
-    for i, op in enumerate(graph.ops):
-        if not depends.isdisjoint(op.inputs):
-            depends.update(op.outputs)
-            late.add(i)
-    cut, begun = next(
-        ((at, s.op) for at, s in enumerate(schedule) if isinstance(s, Compute) and s.op in late), (len(schedule), -1)
-    )
-    ran = set(computes(schedule[:cut]))
-    for i in early:
-        value = _result_value(step, i)
-        if value not in graph.resident and graph.producer[value] not in ran:
-            result = step.results[i]
-            what = "the loss" if result.kind == "loss" else f"the new content of {result.name}"
-            raise InvalidSchedule(
-                f"step {cut}: {graph.ops[begun].name} belongs to the backward, but {what} is not made by then, so "
-                f"this schedule cannot be cut into a forward and a backward; run it as one with PlannedStep"
-            )
-    return cut
-
-
-def _needed(step: Step, schedule: Schedule, results: Iterable[int], kept: Set[int]) -> set[int]:
-    """Values that must be there before a part of a schedule: it reads them, or returns them, before it makes them.
-
-    Those in ``kept`` stay in memory from before; one of them that is made again is still read from the first copy.
-    """
-    resident = step.graph.resident
-    needed = {_result_value(step, i) for i in results} - resident
-    for s in reversed(schedule):
-        if isinstance(s, Compute):
-            op = step.graph.ops[s.op]
-            needed.difference_update(v for v in op.outputs if v not in kept)
-            needed.update(v for v in op.inputs if v not in resident)
-    return needed
-
-
-# Code generation.
-
-
-class _Code:
-    """A straight-line FX graph under construction.
-
-    graph   the code so far
-    maker   for each Value an op makes and somebody reads: the node of the captured graph that holds it first
-    states  for random ops that run again: the node that holds the state of the generator before the first draw
-
-    Freeing is left to FX's code generation, which drops each name right after its last use, or at once where there is none.
-    Names of a value, those of its views included, are used only while the schedule has the value in memory; so nothing
-    outlives its Free. A view is made once for each time its value is made, and not at all where it is what it views.
-    """
-
-    def __init__(self, step: Step, repeated: frozenset[int]) -> None:
-        self.step = step
-        self.graph = fx.Graph()
-        self.maker = {v: node for op in range(len(step.calls)) for v, node in step.made_by(op).items()}
-        self.states: dict[int, fx.Node] = {}
-        self._repeated = repeated
-        self._made = frozenset(step.calls).union(self.maker.values())
-        self._holders: dict[fx.Node, fx.Node] = {}  # of the captured graph -> of this one, as long as its value is there
-        self._placed: dict[
-            tuple[Any, ...], fx.Node
-        ] = {}  # what they hold, by its placement in memory: the same view is made once
-        self._present: defaultdict[int, list[fx.Node]] = defaultdict(list)  # by Value: its keys in _holders
-
-    def receive(self, node: fx.Node) -> None:
-        """Take what ``node`` of the captured graph holds as an argument."""
-        copy = self.graph.placeholder(node.name)
-        copy.meta = dict(node.meta)
-        self._hold(node, copy)
-
-    def receive_state(self, op: int) -> None:
-        """Take the state of the generator before the first draw of ``op`` as an argument."""
-        self.states[op] = self.graph.placeholder(f"{self.step.calls[op].name}_state")
-
-    def run(self, schedule: Schedule) -> None:
-        for s in schedule:
-            if isinstance(s, Compute):
-                self._compute(s.op)
-            else:
-                for node in self._present.pop(s.value, ()):
-                    del self._holders[node]
-                    self._placed.pop(_placement(node), None)
-
-    def value(self, v: int) -> fx.Node:
-        return self._holders[self.maker[v]]
-
-    def result(self, i: int) -> fx.Node:
-        """The node that holds entry ``i`` of the captured results."""
-        return self._holder(_results(self.step)[i])
-
-    def finish(self, outputs: list[fx.Node], name: str) -> fx.GraphModule:
-        """The code, returning the list ``outputs``."""
-        self.graph.output(outputs)
-        for node in reversed(self.graph.nodes):
-            if node.target is operator.getitem and not node.users:  # made again with others, not read this time
-                self.graph.erase_node(node)
-        self.graph.set_codegen(BoxedCodeGen())
-        self.graph.lint()
-        return fx.GraphModule(self.step.module, self.graph, name)
-
-    def _compute(self, op: int) -> None:
-        call = self.step.calls[op]
-        copy = self._call(op, call)
-        # What is still there stays; its second copy gets no name, so it dies with the call.
-        made = {v: node for v, node in self.step.made_by(op).items() if v not in self._present}
-        for node in made.values():
-            self._hold(node, copy if node is call else self.graph.node_copy(node, lambda _: copy))
-
-    def _call(self, op: int, call: fx.Node) -> fx.Node:
-        if op not in self._repeated:
-            return self._copy(call)
-        where = self._draws_from(call)
-        if op not in self.states:
-            self.states[op] = self.graph.create_node("call_function", generator_state, (where,), name=f"{call.name}_state")
-            return self._copy(call)
-        args, kwargs = fx.map_arg((call.args, call.kwargs), self._holder)
-        given: Any = (self.states[op], where, call.target, *args)
-        copy = self.graph.create_node("call_function", repeat_draw, given, kwargs, name=call.name)
-        copy.meta = dict(call.meta)
-        return copy
-
-    def _draws_from(self, call: fx.Node) -> fx.Node | torch.device:
-        """Where a random call takes its numbers from: the generator it is given, or that of its device."""
-        where = _generator_of(call)
-        return where if isinstance(where, torch.device) else self._holder(where)
-
-    def _hold(self, node: fx.Node, copy: fx.Node) -> None:
-        self._holders[node] = copy
-        if node in self.step.value_of:
-            self._placed.setdefault(_placement(node), copy)
-            value = self.step.value_of[node]
-            if value not in self.step.graph.resident:
-                self._present[value].append(node)
-
-    def _holder(self, node: fx.Node) -> fx.Node:
-        """The node of this code that holds what ``node`` holds; a view is made here where it is not there yet."""
-        if node not in self._holders:
-            assert node not in self._made, f"{node} is read, but not in memory"
-            self._hold(node, self._placed.get(_placement(node)) or self._copy(node))
-        return self._holders[node]
-
-    def _copy(self, node: fx.Node) -> fx.Node:
-        args, kwargs = fx.map_arg((node.args, node.kwargs), self._holder)
-        op, target = quickest(node)
-        copy = self.graph.create_node(op, target, args, kwargs, node.name)
-        copy.meta = dict(node.meta)
-        return copy
-
-    def drop_unread(self, sources: Sequence[fx.Node], outputs: Iterable[fx.Node]) -> tuple[int, ...]:
-        """Remove the arguments for ``sources`` that nobody reads; the indices of the others."""
-        kept = set(outputs)
-        reads = []
-        for i, node in enumerate(sources):
-            copy = self._holders[node]
-            if copy.users or copy in kept:
-                reads.append(i)
-            else:
-                self.graph.erase_node(copy)
-        return tuple(reads)
-
-
-def _placement(node: fx.Node) -> tuple[Any, ...]:
-    """Where in memory the tensor of a captured node lies; the node itself for what is no tensor."""
-    value = node.meta.get("val")
-    if not isinstance(value, Tensor):
-        return (node,)
-    signs = value.is_conj(), value.is_neg()
-    return storage_key(value), value.shape, value.stride(), value.storage_offset(), value.dtype, signs
-
-
-def generator_state(where: torch.device | torch.Generator) -> Tensor:
-    """State of a generator (of the default one of a device), on the host. Called by generated code."""
-    return _generator(where).get_state()
-
-
-def repeat_draw(state: Tensor, where: torch.device | torch.Generator, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Make a call again with the generator in the state of its first run; the generator is as before afterwards.
-
-    Called by generated code.
-    """
-    generator = _generator(where)
-    now = generator.get_state()
-    generator.set_state(state)
-    try:
-        return call(*args, **kwargs)
-    finally:
-        generator.set_state(now)
-
-
-def _generator(where: torch.device | torch.Generator) -> torch.Generator:
-    if isinstance(where, torch.Generator):
-        return where
-    if where.type == "cuda":
-        torch.cuda.init()  # type: ignore[no-untyped-call]  # the default generators exist only after it
-        return torch.cuda.default_generators[torch.cuda.current_device() if where.index is None else where.index]
-    return torch.default_generator
-
-
-def _generator_of(call: fx.Node) -> fx.Node | torch.device:
-    """The ``get_attr`` node of the generator a random call is given, or the device whose default generator it uses."""
-    for node in call.all_input_nodes:
-        if node.op == "get_attr" and isinstance(_attribute(node), torch.Generator):
-            return node
-    device: torch.device = next(leaf.device for leaf in tree_leaves(call.meta["val"]) if isinstance(leaf, Tensor))
-    return device
-
-
-def _attribute(node: fx.Node) -> object:
-    assert isinstance(node.target, str)
-    found: object = operator.attrgetter(node.target)(node.graph.owning_module)
-    return found
-
-
-def _generators(step: Step) -> tuple[torch.Generator, ...]:
-    """All generators the step draws from."""
-    found: dict[torch.Generator, None] = {}
-    for i, op in enumerate(step.graph.ops):
-        if op.random:
-            where = _generator_of(step.calls[i])
-            given = where if isinstance(where, torch.device) else _attribute(where)
-            assert isinstance(given, torch.device | torch.Generator)
-            found[_generator(given)] = None
-    return tuple(found)
-
-
-def _repeated_draws(step: Step, schedule: Schedule) -> frozenset[int]:
-    """Random ops that run more than once."""
-    return frozenset(i for i, count in Counter(computes(schedule)).items() if count > 1 and step.graph.ops[i].random)
-
-
-# Shared by PlannedStep and PlannedModule.
-
-
-def _checked_peak(step: Step, schedule: Schedule, budget_bytes: int | None) -> int:
-    """Peak of a schedule. Raises InvalidSchedule where it is none, BudgetExceeded where it needs more than the budget."""
-    trace = simulate(step.graph, schedule)
-    if budget_bytes is not None and trace.peak_bytes > budget_bytes:
-        where = _op_at(step, schedule, trace.peak_step)
-        raise BudgetExceeded(where, trace.peak_bytes, budget_bytes, "nothing ran; plan for a larger budget")
-    return trace.peak_bytes
-
-
-def _peak_in_halves(step: Step, schedule: Schedule, budget_bytes: int, halves: _Halves) -> int:
-    """Peak of a schedule that keeps its early results, clones of buffers included. Raises BudgetExceeded as above."""
-    memory = list(simulate(step.graph, schedule).memory_bytes)
-    sources = _placeholders(step)
-    cloned = sum(step.graph.values[step.value_of[sources[b.source]]].size_bytes for b in halves.buffers if b.cloned)
-    for at in range(max(halves.cut - 1, 0), len(memory)):
-        memory[at] += cloned
-    worst = max(range(len(memory)), key=memory.__getitem__)
-    if memory[worst] > budget_bytes:
-        raise BudgetExceeded(
-            _op_at(step, schedule, worst),
-            memory[worst],
-            budget_bytes,
-            f"a call keeps the loss and the new buffers until its end; plan for {memory[worst] - budget_bytes:,} bytes less",
-        )
-    return memory[worst]
-
-
-def _op_at(step: Step, schedule: Schedule, at: int) -> str:
-    return next((step.graph.ops[s.op].name for s in schedule[at:] if isinstance(s, Compute)), step.graph.name)
-
-
-def _placeholders(step: Step) -> list[fx.Node]:
-    return list(step.module.graph.find_nodes(op="placeholder"))
-
-
-def _results(step: Step) -> tuple[fx.Node, ...]:
-    nodes: Any = step.module.graph.output_node().args[0]
-    return tuple(nodes)
-
-
-def _result_value(step: Step, i: int) -> int:
-    """The Value of entry ``i`` of the captured results."""
-    return step.value_of[_results(step)[i]]
-
-
-def _ones(step: Step) -> Tensor | None:
+def unit_tangent(step: Step) -> Tensor | None:
     """Gradient of the loss where the caller gives none; None where the step does not read it."""
-    for node, source in zip(_placeholders(step), step.sources, strict=True):
+    for node, source in zip(placeholders(step), step.sources, strict=True):
         if source.kind == "tangent":
             like: Tensor = node.meta["val"]
             return torch.ones(like.shape, dtype=like.dtype, device=step.device)
@@ -704,7 +319,7 @@ def _ones(step: Step) -> Tensor | None:
 
 
 @contextlib.contextmanager
-def _as_captured(step: Step) -> Iterator[None]:
+def as_captured(step: Step) -> Iterator[None]:
     """No gradients, and no autocast on top of the casts that are in the graph."""
     with torch.no_grad():
         if torch.is_autocast_enabled(step.device.type):
@@ -712,15 +327,3 @@ def _as_captured(step: Step) -> Iterator[None]:
                 yield
         else:
             yield
-
-
-@contextlib.contextmanager
-def _draws_undone_on_failure(generators: tuple[torch.Generator, ...]) -> Iterator[None]:
-    """Where the run fails, put the generators back, so that it can be repeated."""
-    states = [generator.get_state() for generator in generators]
-    try:
-        yield
-    except BaseException:
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)
-        raise

@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from graphs.capture import Step
 from graphs.torch_private import TorchDispatchMode, storage_key, tree_leaves
 
 T = TypeVar("T")
@@ -35,6 +36,13 @@ class Measured(Generic[T]):
     reserved_bytes: int | None
 
 
+def resident_before_backward(step: Step) -> int:
+    """Bytes that are there before ``loss.backward()``: what the graph calls resident but the gradient of the loss, made by it."""
+    placeholders = step.module.graph.find_nodes(op="placeholder")
+    tangents = {step.value_of[n] for n, s in zip(placeholders, step.sources, strict=True) if s.kind == "tangent"}
+    return step.graph.resident_bytes - sum(step.graph.values[v].size_bytes for v in tangents)
+
+
 def measure(
     run: Callable[[], T],
     device: torch.device,
@@ -45,7 +53,8 @@ def measure(
 ) -> Measured[T]:
     """Run ``run`` a few times: ``repeats`` times for its time, then once for its peak.
 
-    resident_bytes  of what is there before each run and stays, from ``graph.resident_bytes``
+    resident_bytes  of what is there before each run and stays: ``graph.resident_bytes`` where a ``PlannedStep`` runs,
+                    ``resident_before_backward`` where autograd does
     prepare         called before each run, neither timed nor counted: seeds the generators, drops old gradients
 
     CUDA: one more run before the timed ones (libraries allocate at their first call). Time by events; the peak is the

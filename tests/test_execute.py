@@ -19,7 +19,7 @@ from graphs.capture import Step, capture
 from graphs.errors import BudgetExceeded, InputError, InvalidSchedule
 from graphs.ir import Graph
 from planner.execute import PlannedModule, PlannedStep, StepResult, lower, run_step
-from planner.measure import StorageMeter, measure
+from planner.measure import StorageMeter, measure, resident_before_backward
 from planner.schedule import Compute, Free, Schedule, computes, keep_all, with_frees
 from planner.simulate import simulate
 
@@ -338,8 +338,9 @@ def test_module_and_autograd_together_stay_within_the_plan(case: Case, seed: int
     def run() -> None:
         module(*case.inputs).backward()
 
-    tangent_bytes = case.loss.nbytes  # resident in the graph, made anew by backward()
-    measured = measure(run, case.step.device, graph.resident_bytes - tangent_bytes, prepare=case.prepare)
+    resident_bytes = resident_before_backward(case.step)
+    assert resident_bytes == graph.resident_bytes - case.loss.nbytes
+    measured = measure(run, case.step.device, resident_bytes, prepare=case.prepare)
     written = sum(b.nbytes for b in case.buffers.values())
     case.check_model()
     assert module.peak_bytes - written - case.loss.nbytes <= measured.peak_bytes <= module.peak_bytes
