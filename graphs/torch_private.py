@@ -34,7 +34,15 @@ from torch._subclasses.fake_tensor import (
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.fx.graph import CodeGen, _BoxedCodeGen
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
-from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_leaves, tree_unflatten
+from torch.utils._pytree import (
+    TreeSpec,
+    keystr,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_leaves,
+    tree_map_only,
+    tree_unflatten,
+)
 
 __all__ = [
     "DATA_DEPENDENT",
@@ -58,6 +66,7 @@ __all__ = [
     "tree_flatten",
     "tree_flatten_with_path",
     "tree_leaves",
+    "tree_map_only",
     "tree_unflatten",
 ]
 

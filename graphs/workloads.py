@@ -21,9 +21,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from graphs.errors import InputError
+from graphs.torch_private import tree_map_only
 
 Built = tuple[nn.Module, Any, Callable[..., Tensor] | None]
 
@@ -155,7 +155,7 @@ def _seeded(seed: int, device: torch.device | None = None) -> Iterator[None]:
 
 
 def _moved(inputs: Any, device: torch.device) -> Any:
-    return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), inputs)
+    return tree_map_only(Tensor, lambda tensor: tensor.to(device), inputs)
 
 
 # A user's own file.

@@ -1,0 +1,123 @@
+"""The rooms keep apart: import arrows, torch only where marked, private torch in one file."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from planner.methods import METHODS
+
+ROOT = Path(__file__).resolve().parents[1]
+BELOW = {"graphs": set(), "planner": {"graphs"}, "online": {"graphs", "planner"}}
+ABOVE = {"belady", "scripts", "tests"}
+FILES = sorted(path for room in BELOW for path in (ROOT / room).rglob("*.py"))
+PRODUCT = [*FILES, *sorted((ROOT / "scripts").rglob("*.py"))]
+
+
+def name_of(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def imports(path: Path, *, at_start: bool = False) -> Iterator[str]:
+    """Full names of what a file imports; ``at_start``: only what importing the file itself imports."""
+    todo: list[ast.AST] = [ast.parse(path.read_text())]
+    while todo:
+        node = todo.pop()
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0 or path.parent.name == "scripts", f"{path}: relative import"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING" and at_start:
+            todo.extend(node.orelse)
+            continue
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) and at_start:
+            continue
+        todo.extend(ast.iter_child_nodes(node))
+
+
+def marked(path: Path) -> bool:
+    """The first line of its docstring ends in [torch]."""
+    return (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n")[0].endswith("[torch]")
+
+
+def test_there_is_something_to_look_at() -> None:
+    assert len(FILES) > 20 and any(map(marked, FILES)) and not all(map(marked, FILES))
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_rooms_import_only_what_lies_below(path: Path) -> None:
+    room = path.relative_to(ROOT).parts[0]
+    packages = {name.partition(".")[0] for name in imports(path)}
+    assert packages & (BELOW.keys() | ABOVE) <= BELOW[room] | {room}
+
+
+def test_methods_do_not_import_each_other() -> None:
+    for module in METHODS.values():
+        path = ROOT / (module.replace(".", "/") + ".py")
+        others = {other for other in METHODS.values() if other != module}
+        found = {other for other in others for name in imports(path) if f"{name}.".startswith(f"{other}.")}
+        assert not found, f"{module} imports {found}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_only_marked_files_import_torch(path: Path) -> None:
+    names = set(imports(path, at_start=True))
+    if marked(path):
+        assert any(name.partition(".")[0] == "torch" for name in names | set(imports(path))), "marked, but needs no torch"
+        return
+    for name in imports(path):  # also in functions: what needs torch has a file of its own
+        if name.partition(".")[0] == "torch":
+            assert name not in names and re.search(r"if TYPE_CHECKING:\n(    .*\n)*?    (import|from) torch", path.read_text())
+    heavy = {name_of(other) for other in FILES if marked(other)}
+    assert not {h for h in heavy for name in names if f"{name}.".startswith(f"{h}.")}
+
+
+@pytest.mark.parametrize("path", PRODUCT, ids=name_of)
+def test_private_torch_is_in_one_file(path: Path) -> None:
+    if path == ROOT / "graphs" / "torch_private.py":
+        return
+    private = [name for name in imports(path) if re.match(r"torch\.(\w+\.)*_", name)]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute) and re.match(r"torch\.(\w+\.)*_(?!_)", ast.unparse(node)):
+            private.append(ast.unparse(node))
+    assert not private
+
+
+def test_everything_unmarked_can_be_imported_without_torch() -> None:
+    modules = [name_of(path) for path in FILES if not marked(path)]
+    assert {"graphs", "planner", "online", "graphs.importers", "planner.methods"} <= set(modules)
+    code = f"import sys, importlib\nsys.modules['torch'] = None\nfor name in {modules}: importlib.import_module(name)"
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("room", ["graphs", "planner", "online", "graphs.importers"])
+def test_public_names_exist_and_are_sorted(room: str) -> None:
+    module = importlib.import_module(room)
+    assert list(module.__all__) == sorted(module.__all__, key=lambda name: (not name.isupper(), not name[0].isupper(), name))
+    assert all(hasattr(module, name) for name in module.__all__)
+
+
+def test_no_file_names_a_package_registry() -> None:
+    hosts = [".".join(parts) for parts in (("pypi", "org"), ("pythonhosted", "org"), ("anaconda", "org"), ("npmjs", "org"))]
+    hosts.append(".".join(("download", "pytorch", "org")))
+    top = [path for path in ROOT.iterdir() if path.is_file() and not path.name.startswith(".git")]
+    folders = (".ci", "benchmarks", "docs", "graphs", "online", "planner", "scripts", "tests")
+    files = [*top, *(path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file())]
+    named = [
+        f"{path.relative_to(ROOT)}: {host}"
+        for path in files
+        if path.suffix in {".cfg", ".ini", ".json", ".jsonl", ".md", ".py", ".sh", ".toml", ".txt", ".yml", ""}
+        for host in hosts
+        if host in path.read_text(errors="replace")
+    ]
+    assert len(files) > 40
+    assert not named
