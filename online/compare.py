@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 from graphs.errors import GraphMismatch, InputError
 from graphs.ir import Graph
 from online.runtime import Run, run
+from planner.bounds import least_bytes
 from planner.budget import format_bytes, resolve_budget
 from planner.plan import solve
-from planner.result import Plan, Status
+from planner.result import Plan
 from planner.schedule import Schedule, computes, keep_all
 from planner.simulate import simulate
 
@@ -146,7 +147,7 @@ def compare(
     *,
     heuristics: Sequence[str] = ("dtr",),
     method: str = "cutting_stages",
-    gap: float = 0.001,
+    gap: float = 0.005,
     time_limit_s: float = 60.0,
     seed: int = 0,
     execute: bool = False,
@@ -177,20 +178,24 @@ def compare(
     for budget in budgets:
         budget_bytes = resolve_budget(budget, peak_bytes)
         where = f"{format_bytes(budget_bytes)} ({budget_bytes / peak_bytes:.0%})"
+        feasible = budget_bytes >= least_bytes(graph)
+        runs = []
+        for heuristic in heuristics if feasible else ():
+            say(f"online {heuristic} in {where}")
+            runs.append(run(graph, budget_bytes, heuristic=heuristic, seed=seed))
         say(f"{method} in {where}")
-        plan = solve(graph, budget_bytes, method=method, gap=gap, time_limit_s=time_limit_s, seed=seed, progress=solver_progress)
+        options: dict[str, object] = {"gap": gap, "time_limit_s": time_limit_s, "seed": seed, "progress": solver_progress}
+        # What an online run found, the planner must not miss.
+        started = min((r for r in runs if r.time_ns is not None), key=lambda r: r.time_ns or 0, default=None)
+        plan = solve(graph, budget_bytes, method=method, start=started.schedule if started else None, **options)
         measured: dict[str, Trial] = {}
         if trials is not None and plan.schedule is not None:
             say(f"executing the plan for {where}")
             measured[plan.method] = trials.planned(plan)
-        runs = []
-        for heuristic in heuristics if plan.status is not Status.INFEASIBLE else ():
-            say(f"online {heuristic} in {where}")
-            run_ = run(graph, budget_bytes, heuristic=heuristic, seed=seed)
-            runs.append(run_)
+        for run_ in runs:
             if trials is not None and run_.completed:
-                say(f"executing online {heuristic} in {where}")
-                measured[run_.plan().method] = trials.online(budget_bytes, heuristic)
+                say(f"executing online {run_.heuristic} in {where}")
+                measured[run_.plan().method] = trials.online(budget_bytes, run_.heuristic)
         blocks.append(Block(budget_bytes, plan, tuple(runs), measured))
     return Comparison(graph, whole, tuple(blocks), trials.plain if trials else None)
 

@@ -52,13 +52,18 @@ class Trials:
             raise InputError(f"executing {step.graph.name} needs the inputs of one training step")
         self._step, self._inputs, self._seed, self._repeats = step, inputs, seed, repeats
         self._reference: dict[str, Tensor] | None = None
-        self.plain = self._try(lambda: _backward(step.eager(inputs)))
+        graph = step.graph
+        placeholders = step.module.graph.find_nodes(op="placeholder")
+        tangents = {step.value_of[n] for n, s in zip(placeholders, step.sources, strict=True) if s.kind == "tangent"}
+        # Where ``backward()`` is called, autograd makes the gradient of the loss: it is measured, not resident.
+        self._resident_before_backward = graph.resident_bytes - sum(graph.values[v].size_bytes for v in tangents)
+        self.plain = self._try(lambda: _backward(step.eager(inputs)), self._resident_before_backward)
 
     def planned(self, plan: Plan) -> Trial:
         """One step with a plan, through the module that ``plan.module()`` returns."""
         assert plan.schedule is not None
         module = PlannedModule(self._step, plan.schedule, plan.budget_bytes)
-        return self._try(lambda: _backward(_call(module, self._inputs)))
+        return self._try(lambda: _backward(_call(module, self._inputs)), self._resident_before_backward)
 
     def online(self, budget_bytes: int, heuristic: str) -> Trial:
         """One step decided online on real tensors; raises BudgetExceeded where it does not get through."""
@@ -68,17 +73,17 @@ class Trials:
             assert done.outcome is not None
             return done.outcome.write(self._step.model)
 
-        return self._try(once)
+        return self._try(once, self._step.graph.resident_bytes)
 
-    def _try(self, once: Callable[[], Tensor]) -> Trial:
-        graph, model = self._step.graph, self._step.model
+    def _try(self, once: Callable[[], Tensor], resident_bytes: int) -> Trial:
+        model = self._step.model
         with _as_before(self._step) as restore:
 
             def prepare() -> None:
                 restore()
                 torch.manual_seed(self._seed)
 
-            measured = measure(once, self._step.device, graph.resident_bytes, prepare=prepare, repeats=self._repeats)
+            measured = measure(once, self._step.device, resident_bytes, prepare=prepare, repeats=self._repeats)
             found = {"loss": measured.result.detach().to("cpu", copy=True)}
             found |= {f"grad {n}": p.grad.to("cpu", copy=True) for n, p in model.named_parameters() if p.grad is not None}
             found |= {f"buffer {n}": b.to("cpu", copy=True) for n, b in model.named_buffers()}

@@ -33,7 +33,7 @@ def plan(
     device: str | torch.device | None = None,
     autocast: torch.dtype | None = None,
     method: str = "cutting_stages",
-    gap: float = 0.001,
+    gap: float = 0.005,
     time_limit_s: float = 60.0,
     seed: int = 0,
     start: Schedule | None = None,

@@ -6,6 +6,7 @@ Exit codes: 0 done; 2 bad input, a budget proved too small among it; 3 no schedu
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -52,7 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return its exit code."""
     arguments = parser().parse_args(argv)
     try:
-        return int(arguments.run(arguments))
+        with _libraries_print_to_stderr():
+            return int(arguments.run(arguments))
     except NoScheduleFound as error:
         print(f"belady: {error}", file=sys.stderr)
         return NOTHING_FOUND
@@ -113,6 +115,24 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
+@contextmanager
+def _libraries_print_to_stderr() -> Iterator[None]:
+    """Compiled libraries print to file descriptor 1 now and then; standard output is for results."""
+    if sys.__stdout__ is None or sys.stdout is not sys.__stdout__ or sys.stdout.closed:  # already taken over by somebody
+        yield
+        return
+    sys.stdout.flush()
+    terminal, real = sys.__stdout__, os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with os.fdopen(os.dup(real), "w", encoding=terminal.encoding, errors=terminal.errors) as sys.stdout:
+            yield
+    finally:
+        sys.stdout = terminal
+        os.dup2(real, 1)
+        os.close(real)
+
+
 def _command(commands: Any, name: str, run: Callable[[argparse.Namespace], int], help_text: str) -> argparse.ArgumentParser:
     command: argparse.ArgumentParser = commands.add_parser(name, help=help_text, description=help_text + ".")
     command.set_defaults(run=run)
@@ -149,7 +169,7 @@ def _budget(command: argparse.ArgumentParser, *, several: bool = False) -> None:
 def _solver(command: argparse.ArgumentParser) -> None:
     group = command.add_argument_group("solving")
     group.add_argument("--method", default="cutting_stages", help="planning method (default: cutting_stages)")
-    group.add_argument("--gap", type=float, default=0.001, help="stop when proved within this of the optimum (default: 0.001)")
+    group.add_argument("--gap", type=float, default=0.005, help="stop when proved within this of the optimum (default: 0.005)")
     group.add_argument("--time-limit", type=float, default=60.0, metavar="S", help="seconds for each budget (default: 60)")
     group.add_argument("--seed", type=int, default=0, help="seed of everything random (default: 0)")
 

@@ -12,7 +12,7 @@ from belady.cli import main
 from graphs.serialize import save_graph
 from tests.test_compare import training_chain
 
-MLP = ["mlp", "--batch", "64", "--depth", "3", "--device", "cpu"]
+MLP = ["mlp", "--batch", "4096", "--depth", "12", "--device", "cpu"]
 
 
 @pytest.fixture
@@ -137,8 +137,16 @@ def test_nothing_found_is_exit_code_3(chain_file: str, capsys: pytest.CaptureFix
     assert "did not rule one out" in capsys.readouterr().err
 
 
+BELADY = Path(sys.executable).with_name("belady")
+
+
+def test_rows_on_a_pipe_are_not_mixed_with_what_solvers_print(tmp_path: Path) -> None:
+    command = [BELADY, "diff", "mlp", "--batch", "2048", "--depth", "8", "--budget", "0.8", "--budget", "0.7", "--json", "-"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    assert [row["method"] for row in rows(done.stdout)] == ["keep_all"] + ["cutting_stages", "online:dtr"] * 2
+
+
 def test_the_command_is_installed() -> None:
-    belady = Path(sys.executable).with_name("belady")
-    done = subprocess.run([belady, "--help"], capture_output=True, text=True, check=True, env={**os.environ, "COLUMNS": "120"})
+    done = subprocess.run([BELADY, "--help"], capture_output=True, text=True, check=True, env={**os.environ, "COLUMNS": "120"})
     for word in ("diff", "plan", "run", "workloads", "info", "examples:", "exit codes"):
         assert word in done.stdout

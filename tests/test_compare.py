@@ -73,6 +73,13 @@ def test_infeasible_budget_is_a_row_not_an_exception(chain: Graph) -> None:
     assert other.plan.status is Status.OPTIMAL
 
 
+def test_the_plan_is_never_worse_than_an_online_run(chain: Graph) -> None:
+    for block in compare(chain, [0.6, 0.5, 0.4, 0.3], heuristics=("dtr", "lru", "size"), time_limit_s=1e-3).blocks:
+        for run_ in block.runs:
+            if run_.time_ns is not None:
+                assert block.plan.time_ns is not None and block.plan.time_ns <= run_.time_ns
+
+
 def test_a_graph_cannot_be_executed(chain: Graph) -> None:
     with pytest.raises(InputError, match="not executed"):
         compare(chain, [0.5], execute=True)
@@ -81,4 +88,4 @@ def test_a_graph_cannot_be_executed(chain: Graph) -> None:
 def test_progress_is_told(chain: Graph) -> None:
     said: list[str] = []
     compare(chain, [0.5], progress=said.append)
-    assert said == ["cutting_stages in 500 B (50%)", "online dtr in 500 B (50%)"]
+    assert said == ["online dtr in 500 B (50%)", "cutting_stages in 500 B (50%)"]
