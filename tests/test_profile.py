@@ -1,0 +1,291 @@
+"""Measured costs: every op is timed once, remembered under what decides its time, and nothing else is touched."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import graphs.profile as profile
+from graphs.capture import Step, capture
+from graphs.costs import signature
+from graphs.errors import InputError
+from graphs.profile import measured
+from graphs.torch_private import storage_key
+from graphs.workloads import WORKLOADS, build
+
+
+class Net(nn.Module):
+    """Embedding, attention, batch norm, dropout: kernels that do not take just any content."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.out = nn.Linear(8, 8)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.norm(self.embedding(tokens).transpose(1, 2)).transpose(1, 2).unsqueeze(1)
+        x = F.dropout(F.scaled_dot_product_attention(x, x, x, is_causal=True), 0.3)
+        out: Tensor = self.out(x.squeeze(1))
+        return out
+
+
+def loss(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Tests that run side by side would wait for each other's threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def step() -> Step:
+    return small_step(batch=3)
+
+
+def small_step(batch: int) -> Step:
+    return capture(Net(), (torch.zeros(batch, 5, dtype=torch.long), torch.zeros(batch, 5, dtype=torch.long)), loss=loss)
+
+
+@pytest.fixture
+def nothing_may_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("an op was measured")
+
+    monkeypatch.setattr(profile, "_measure", refuse)
+
+
+def distinct(step: Step) -> int:
+    return len({signature(node) for node in step.calls})
+
+
+def counts(step: Step, folder: Path) -> list[tuple[int, int]]:
+    """What ``measured`` reports while it measures."""
+    seen: list[tuple[int, int]] = []
+    measured(step, cache_dir=folder, repeats=1, progress=lambda done, total: seen.append((done, total)))
+    return seen
+
+
+def test_every_op_gets_a_time_and_equal_calls_the_same(step: Step, tmp_path: Path) -> None:
+    priced = measured(step, cache_dir=tmp_path, repeats=3)
+    assert [op.name for op in priced.graph.ops] == [op.name for op in step.graph.ops]
+    assert priced.graph.values == step.graph.values
+    assert all(op.time_ns >= 1 and op.workspace_bytes == 0 for op in priced.graph.ops)
+    by_key: dict[str, set[int]] = {}
+    for op, node in zip(priced.graph.ops, priced.calls, strict=True):
+        by_key.setdefault(signature(node), set()).add(op.time_ns)
+    assert all(len(times) == 1 for times in by_key.values())
+
+
+def test_times_are_those_of_the_work(tmp_path: Path) -> None:
+    layer = nn.Linear(512, 512, bias=False)
+    priced = measured(capture(layer, (torch.ones(2048, 512),), loss=lambda out: out.sum()), cache_dir=tmp_path)
+    products = [op.time_ns for op in priced.graph.ops if op.kind == "aten.mm"]
+    others = [op.time_ns for op in priced.graph.ops if all(priced.graph.values[v].size_bytes == 4 for v in op.outputs)]
+    assert products and others
+    assert min(products) > 10 * min(others), "a billion FLOPs take longer than making one number"
+
+
+def test_a_second_call_measures_nothing(step: Step, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    first = measured(step, cache_dir=tmp_path, repeats=1)
+    request.getfixturevalue("nothing_may_run")
+    again = measured(step, cache_dir=tmp_path, repeats=1)
+    assert again.graph == first.graph
+
+
+def test_progress_counts_distinct_ops(step: Step, tmp_path: Path) -> None:
+    total = distinct(step)
+    assert total < len(step.calls)
+    assert counts(step, tmp_path) == [(done, total) for done in range(total + 1)]
+    assert counts(step, tmp_path) == []
+
+
+def test_other_shapes_are_measured_anew_and_equal_ones_are_not(step: Step, tmp_path: Path) -> None:
+    counts(step, tmp_path)
+    other = small_step(batch=4)
+    known = {signature(node) for node in step.calls}
+    new = {signature(node) for node in other.calls} - known
+    assert 0 < len(new) <= distinct(other)
+    assert counts(other, tmp_path)[-1] == (len(new), len(new))
+
+
+def test_other_settings_and_devices_are_measured_anew(step: Step, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    everything = (distinct(step), distinct(step))
+    assert counts(step, tmp_path)[-1] == everything
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "__version__", "9.9.9")
+        assert counts(step, tmp_path)[-1] == everything
+    assert len(list(tmp_path.iterdir())) == 1
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "get_num_threads", lambda: 77)
+        assert counts(step, tmp_path)[-1] == everything
+    assert len(list(tmp_path.iterdir())) == 2
+    assert counts(step, tmp_path) == []
+
+
+def test_an_interruption_keeps_what_was_measured(step: Step, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, calls = profile._measure, 0
+
+    def interrupted(*arguments: object) -> tuple[int, int]:
+        nonlocal calls
+        calls += 1
+        if calls == 4:
+            raise KeyboardInterrupt
+        return real(*arguments)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(profile, "_measure", interrupted)
+        counts(step, tmp_path)
+    assert counts(step, tmp_path)[-1] == (distinct(step) - 3, distinct(step) - 3)
+
+
+def test_the_generators_are_left_alone_and_nothing_is_printed(
+    step: Step, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert any(op.random for op in step.graph.ops)
+    before = torch.get_rng_state()
+    measured(step, cache_dir=tmp_path, repeats=1)
+    assert torch.equal(torch.get_rng_state(), before)
+    printed = capfd.readouterr()
+    assert not printed.out and not printed.err
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{",
+        "{}",
+        '{"schema": "another-1"}',
+        '{"schema": "belady-times-1", "times": []}',
+        '{"schema": "belady-times-1", "times": {"torch": {"aten.mm": [1]}}}',
+        '{"schema": "belady-times-1", "times": {"torch": {"aten.mm": [-1, 0]}}}',
+    ],
+)
+@pytest.mark.usefixtures("nothing_may_run")
+def test_a_damaged_cache_is_refused_and_kept(step: Step, tmp_path: Path, content: str, request: pytest.FixtureRequest) -> None:
+    path = profile._Cache(step.device, tmp_path)._path
+    path.write_text(content)
+    with pytest.raises(InputError, match=f"{path.name}.*delete this file"):
+        measured(step, cache_dir=tmp_path)
+    assert path.read_text() == content
+
+
+def test_the_cache_is_readable_and_lives_where_it_is_told(step: Step, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BELADY_CACHE", str(tmp_path / "a" / "b"))
+    measured(step, repeats=1)
+    (path,) = (tmp_path / "a" / "b").iterdir()
+    content = json.loads(path.read_text())
+    ((setting, times),) = content["times"].items()
+    assert f"torch {torch.__version__}" in setting
+    assert times.keys() == {signature(node) for node in step.calls}
+    monkeypatch.delenv("BELADY_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    measured(step, repeats=1)
+    assert (tmp_path / "cache" / "belady" / path.name).exists()
+
+
+def test_a_cache_folder_that_cannot_be_is_refused(step: Step, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="cannot make the cache folder"):
+        measured(step, cache_dir=tmp_path / "file" / "folder")
+
+
+def test_repeats_must_be_positive(step: Step, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="repeats must be at least 1, not 0"):
+        measured(step, cache_dir=tmp_path, repeats=0)
+
+
+def test_arguments_are_laid_out_as_captured_and_valid(step: Step) -> None:
+    """Same dtype, shape, strides and sharing as in the graph; numbers in [0.1, 1); indices in range."""
+    for node in step.calls:
+        args, kwargs = profile._arguments(node, step.device)
+        fakes = [n.meta["val"] for n in node.all_input_nodes]
+        reals = [a for a in [*args, *kwargs.values()] if isinstance(a, Tensor)]
+        reals += [t for a in args if isinstance(a, list | tuple) for t in a if isinstance(t, Tensor)]
+        layouts = {(t.dtype, tuple(t.shape), t.stride(), t.storage_offset()) for t in fakes if isinstance(t, Tensor)}
+        assert {(t.dtype, tuple(t.shape), t.stride(), t.storage_offset()) for t in reals} == layouts
+        assert len({t.untyped_storage().data_ptr() for t in reals}) == len({storage_key(t) for t in fakes})
+        for tensor in reals:
+            if tensor.is_floating_point():
+                assert tensor.min() >= 0.1 - 1e-6 and tensor.max() < 1
+            else:
+                assert tensor.min() >= 0 and tensor.max() < 50
+    (lookup,) = (node for node in step.calls if str(node.target) == "aten.embedding.default")
+    assert profile._arguments(lookup, step.device)[0][1].unique().numel() > 1, "lookups of one row only would be too fast"
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_every_op_of_the_collection_can_be_measured(name: str, tmp_path: Path) -> None:
+    if name not in {"mlp", "vgg16", "unet", "lstm"}:
+        pytest.importorskip("transformers")
+    sizes = {"batch": 2, "seq": 8, "depth": {"resnet50": 14, "vgg16": 11}.get(name, 1), "size": 32, "vocab": 64}
+    model, inputs, own_loss = build(name, **{size: sizes[size] for size in WORKLOADS[name].sizes})
+    priced = measured(capture(model, inputs, loss=own_loss), cache_dir=tmp_path, repeats=1)
+    assert all(op.time_ns >= 1 for op in priced.graph.ops)
+
+
+@torch.library.custom_op("belady_tests::only_ones", mutates_args=())
+def only_ones(x: Tensor) -> Tensor:
+    if not bool((x == 1).all()):
+        raise ValueError("not all ones")
+    return x.clone()
+
+
+@only_ones.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+class Lambda(nn.Module):
+    def __init__(self, function: object) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.function(self.linear(x), x)  # type: ignore[operator]
+        return out
+
+
+def test_an_op_with_an_outside_effect_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Lambda(lambda h, x: torch.linalg.inv(h.mT @ x + 9 * torch.eye(4)).sum())
+    step = capture(model, torch.randn(4, 4))
+    real, ran = profile._measure, []
+
+    def noted(node: torch.fx.Node, *rest: object) -> tuple[int, int]:
+        ran.append(node)
+        return real(node, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(profile, "_measure", noted)
+    priced = measured(step, cache_dir=tmp_path, repeats=1)
+    acting = [i for i, op in enumerate(step.graph.ops) if op.effect]
+    assert acting and not {step.calls[i] for i in acting} & set(ran)
+    assert [priced.graph.ops[i].time_ns for i in acting] == [0] * len(acting)
+
+
+def test_an_op_that_cannot_run_alone_is_named(tmp_path: Path) -> None:
+    step = capture(Lambda(lambda h, x: (h * only_ones(x)).sum()), torch.ones(4, 4))
+    with pytest.raises(InputError, match=r"only_ones.* cannot be timed alone: ValueError: not all ones; use the roofline costs"):
+        measured(step, cache_dir=tmp_path, repeats=1)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_workspace_on_cuda_is_what_an_op_holds_beside_its_outputs(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Conv2d(16, 32, 3), nn.BatchNorm2d(32), nn.ReLU()).cuda()
+    step = capture(model, torch.randn(8, 16, 64, 64, device="cuda"), loss=lambda out: out.square().mean())
+    priced = measured(step, cache_dir=tmp_path)
+    assert all(op.time_ns >= 1 and op.workspace_bytes % 512 == 0 for op in priced.graph.ops)
+    assert all(op.workspace_bytes == 0 for op in priced.graph.ops if op.kind == "aten.relu"), "it makes its output, nothing else"
+    assert counts(step, tmp_path) == []
