@@ -140,7 +140,7 @@ def random_training(layers: int, seed: int, *, skip_share: float = 0.3) -> Graph
 
     def op(name: str, inputs: Sequence[int], outputs: Sequence[int], time_ns: int, *, backward: bool = False) -> None:
         workspace_bytes = rng.choice((0, 0, rng.randint(1, 40)))
-        kind = name.rsplit("_", 1)[0]
+        kind = name.partition("_")[0]
         ops.append(Op(name, tuple(inputs), tuple(outputs), time_ns, workspace_bytes, kind, backward=backward))
 
     activations = [value("input", rng.randint(20, 100))]
@@ -160,7 +160,7 @@ def random_training(layers: int, seed: int, *, skip_share: float = 0.3) -> Graph
     op("loss", activations[-1:], [loss], rng.randint(1, 10))
 
     gradient = {activations[-1]: value(f"d_activation_{layers}", values[activations[-1]].size_bytes)}
-    op("loss_backward", [activations[-1], loss], [gradient[activations[-1]]], rng.randint(1, 10), backward=True)
+    op("backward_loss", [activations[-1], loss], [gradient[activations[-1]]], rng.randint(1, 10), backward=True)
     outputs = {loss}
     for i in range(layers, 0, -1):
         asked = [a for a in read[i - 1] if a not in resident]

@@ -23,7 +23,8 @@ _LISTS = {"mem_bytes": int, "time_ms": int | float, "op": str}
 def load_checkmate(path: str | os.PathLike[str], *, workspace: bool = False) -> Graph:
     """Read an instance.
 
-    workspace  count the scratch memory of the ops, which the published runs ignored
+    workspace  count the scratch memory of the ops, which the published runs ignored. For ops that ran in place the file says
+               minus the bytes of the output; here that is no workspace.
 
     Times are multiples of ``COST_UNIT_NS``, so a schedule's ``time_ns // COST_UNIT_NS`` is its published cost. The value
     "fixed" is resident: a published budget counts it too. The last op makes the graph's output. Raises InputError naming the
@@ -69,7 +70,7 @@ def from_instance(content: dict[str, Any], name: str, *, workspace: bool = False
             tuple(dict.fromkeys(inputs[i])),
             (i,),
             round(100 * content["time_ms"][i]) * COST_UNIT_NS,
-            round(content["workspace_mb"][i] * 2**20) if workspace else 0,
+            max(0, round(content["workspace_mb"][i] * 2**20)) if workspace else 0,
             kind,
             backward=i > loss,
         )
