@@ -69,6 +69,8 @@ class Run:
     graph: Graph
     budget_bytes: int
     heuristic: str
+    release: Release
+    reclaim: bool
     seed: int
     status: RunStatus
     schedule: Schedule
@@ -92,7 +94,10 @@ class Run:
         return None if self.time_ns is None or not base else self.time_ns / base - 1
 
     def plan(self) -> Plan:
-        """The recorded schedule as a Plan: FEASIBLE, or UNKNOWN where the run stopped. Nothing is proved by it."""
+        """The recorded schedule as a Plan: FEASIBLE, or UNKNOWN where the run stopped. Nothing is proved by it.
+
+        Its method is ``online:heuristic``, with what differs from the default options behind a plus sign.
+        """
         notes = {"status": str(self.status)} | asdict(self.counters)
         if self.failure is not None:
             notes |= {"op": self.failure.op, "asked_bytes": self.failure.asked_bytes}
@@ -100,7 +105,7 @@ class Run:
             self.graph,
             self.budget_bytes,
             self.schedule if self.completed else None,
-            method=f"online:{self.heuristic}",
+            method=f"online:{self.heuristic}" + "+reclaim" * self.reclaim + f"+{self.release}" * (self.release != Release.EAGER),
             seed=self.seed,
             wall_s=self.wall_s,
             notes=notes,
@@ -194,7 +199,7 @@ def run(
         assert (time_ns, peak_bytes) == (engine.clock - 1, engine.peak_bytes), "the engine and simulate disagree"
         assert peak_bytes <= budget_bytes, "the engine went over its budget"
     return Run(
-        graph, budget_bytes, heuristic, seed, status, schedule, time_ns, peak_bytes, engine.counters, failure, wall_s, step,
+        graph, budget_bytes, heuristic, policy, reclaim, seed, status, schedule, time_ns, peak_bytes, engine.counters, failure, wall_s, step,
         outcome,
     )  # fmt: skip
 

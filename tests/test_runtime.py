@@ -270,6 +270,7 @@ def test_a_run_is_a_plan() -> None:
     assert (plan.method, plan.status, plan.schedule) == ("online:dtr", Status.FEASIBLE, done.schedule)
     assert (plan.time_ns, plan.peak_bytes, plan.bound_ns) == (done.time_ns, done.peak_bytes, None)
     assert done.row() == plan.row()
+    assert run(chain(64), 0.5, reclaim=True, release="ignore").plan().method == "online:dtr+reclaim+ignore"
     assert done.row()["recomputed_ops"] == done.counters.recomputations
     assert done.budget_bytes == simulate(chain(64), keep_all(chain(64))).peak_bytes // 2
 
