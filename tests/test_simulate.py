@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 from hypothesis import given
@@ -157,6 +158,28 @@ def test_the_best_schedules_of_brute_force_are_valid(case: tuple[Graph, int]) ->
         assert trace.time_ns >= graph.keep_all_time_ns
 
 
+@pytest.mark.parametrize("keep_order", [True, False])
+@pytest.mark.parametrize("seed", range(25))
+def test_brute_force_agrees_with_trying_every_sequence(seed: int, keep_order: bool) -> None:
+    """All op sequences of up to seven runs, each with its earliest frees."""
+    graph = random_graph(seed, max_ops=3, random=seed % 2 == 0, effect=seed % 3 == 0)
+    tried: list[tuple[int, int]] = []  # peak and time
+    for length in range(len(graph.ops), 8):
+        for ops in product(range(len(graph.ops)), repeat=length):
+            if keep_order and list(dict.fromkeys(ops)) != list(range(len(graph.ops))):
+                continue
+            try:
+                trace = simulate(graph, with_frees(graph, ops))
+            except InvalidSchedule:
+                continue
+            tried.append((trace.peak_bytes, trace.time_ns))
+    assert min(tried)[0] == least_budget(graph, keep_order)
+    for budget_bytes in sorted({peak for peak, _ in tried}):
+        found = least_time(graph, budget_bytes, keep_order=keep_order)
+        assert found is not None and found[0] == min(time for peak, time in tried if peak <= budget_bytes)
+    assert least_time(graph, min(tried)[0] - 1, keep_order=keep_order) is None
+
+
 def test_brute_force_meets_budgets_that_bite() -> None:
     """The generators do what they are for: in a good share of cases recomputation is forced, in some a new order is better."""
     forced = reordered = 0
@@ -196,11 +219,3 @@ def test_brute_force_respects_the_order_of_draws_and_effects(flags: dict[str, bo
     assert least_budget(graph, False) == (6 if "effect" in flags else 5)
     # a random op may run again: a, b, c, a, d
     assert (None if found is None else found[0]) == (4 if reordering_helps else 5 if "random" in flags else None)
-
-
-@pytest.mark.parametrize(("budget_bytes", "least"), [(3, 45), (4, 26), (5, 22)])
-def test_brute_force_gives_the_published_optima_of_the_unit_chain(budget_bytes: int, least: int) -> None:
-    from graphs.synthetic import chain
-
-    found = least_time(chain(8), budget_bytes, keep_order=True)
-    assert found is not None and found[0] == least

@@ -23,8 +23,8 @@ _LISTS = {"mem_bytes": int, "time_ms": int | float, "op": str}
 def load_checkmate(path: str | os.PathLike[str], *, workspace: bool = False) -> Graph:
     """Read an instance.
 
-    workspace  count the scratch memory of the ops, which the published runs ignored. For ops that ran in place the file says
-               minus the bytes of the output; here that is no workspace.
+    workspace  count the scratch memory of the ops, which the published runs ignored. For ops that ran in place the file has a
+               number below 0, which counts as none.
 
     Times are multiples of ``COST_UNIT_NS``, so a schedule's ``time_ns // COST_UNIT_NS`` is its published cost. The value
     "fixed" is resident: a published budget counts it too. The last op makes the graph's output. Raises InputError naming the
