@@ -297,7 +297,7 @@ def bind(step: Step, inputs: Inputs, tangent: Tensor | None = None, *, detached:
                 tensor = tensor.detach()
         elif source.kind == "input":
             tensor = leaves[source.index]
-            if tensor.requires_grad:
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
                 raise InputError(f"{source.name} requires a gradient, but inputs get none; give it detached")
         elif source.kind == "constant":
             tensor = step.constants[source.name]

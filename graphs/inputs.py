@@ -85,8 +85,10 @@ def leaves_like(form: InputForm, inputs: Inputs) -> list[Any]:
     if spec != form.spec:
         raise InputError(f"the inputs have another form than the captured ones: {spec} instead of {form.spec}")
     for i, captured in form.fixed.items():
-        if leaves[i] is not captured and (type(leaves[i]) is not type(captured) or leaves[i] != captured):
-            raise InputError(f"{form.labels[i]} is {leaves[i]!r}, but the step was captured with {captured!r}; capture it again")
+        if leaves[i] is captured or (type(leaves[i]) is type(captured) and leaves[i] == captured):
+            continue
+        found = "a tensor" if isinstance(leaves[i], Tensor) else repr(leaves[i])
+        raise InputError(f"{form.labels[i]} is {found}, but the step was captured with {captured!r}; capture it again")
     return leaves
 
 

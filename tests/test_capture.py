@@ -1,0 +1,678 @@
+"""A captured step computes what plain PyTorch computes, bit for bit, and its Graph says how much memory that takes."""
+
+import copy
+import operator
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from graphs.capture import Inputs, Loss, Step, bind, capture
+from graphs.errors import CaptureError, InputError
+from planner.schedule import keep_all
+from planner.simulate import simulate
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Sums in one order: results are compared bit by bit."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def square(output: Tensor) -> Tensor:
+    return output.square().mean()
+
+
+class Lambda(nn.Module):
+    """A model from a function of (module, *inputs); has a Linear, a buffer and a plain tensor attribute."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("moving", torch.zeros(8))
+        self.plain = torch.full((8,), 0.5)
+        self.function = function
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(self, *args, **kwargs)
+
+
+class Cells(nn.Module):
+    """An LSTMCell loop: weights used many times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(20, 16)
+        self.cell = nn.LSTMCell(16, 16)
+        self.drop = nn.Dropout(0.15)
+        self.head = nn.Linear(16, 20)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        h = c = torch.zeros(ids.shape[0], 16)
+        states = []
+        for t in range(ids.shape[1]):
+            h, c = self.cell(self.drop(self.embedding(ids[:, t])), (h, c))
+            states.append(h)
+        return F.cross_entropy(self.head(torch.stack(states, 1)).flatten(0, 1), labels.flatten())
+
+
+class Tied(nn.Module):
+    """One matrix under three names, its uses interleaved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(8, 8) for _ in range(3))
+        self.b.weight = self.c.weight = self.a.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return square(self.a(torch.tanh(self.c(torch.tanh(self.b(torch.tanh(self.a(x))))))))
+
+
+@dataclass
+class Case:
+    """A model, its inputs and the plain PyTorch step with which the captured one is compared."""
+
+    model: nn.Module
+    inputs: Inputs
+    plain: Callable[[nn.Module], Tensor]
+    loss: Loss | None = None
+    autocast: torch.dtype | None = None
+
+
+def cnn() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.Dropout(0.42), nn.Upsample(scale_factor=2),
+        nn.Conv2d(8, 8, 3, stride=2), nn.BatchNorm2d(8), nn.SiLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(512, 10),
+    )  # fmt: skip
+
+
+def image_case(**kwargs: Any) -> Case:
+    x, y = torch.randn(4, 3, 17, 17), torch.randint(0, 10, (4,))
+    return Case(cnn(), (x, y), lambda model: F.cross_entropy(model(x), y), nn.CrossEntropyLoss(), **kwargs)
+
+
+def channels_last_case() -> Case:
+    x, y = torch.randn(4, 3, 17, 17).to(memory_format=torch.channels_last), torch.randint(0, 10, (4,))
+    model = cnn().to(memory_format=torch.channels_last)
+    return Case(model, (x, y), lambda model: F.cross_entropy(model(x), y), F.cross_entropy)
+
+
+def mlp_case(**kwargs: Any) -> Case:
+    x, y = torch.randn(16, 12), torch.randint(0, 5, (16,))
+    model = nn.Sequential(nn.Linear(12, 24), nn.GELU(), nn.LayerNorm(24), nn.Dropout(0.1), nn.Linear(24, 5))
+    return Case(model, {"input": x, "target": y}, lambda model: F.cross_entropy(model(x), y), F.cross_entropy, **kwargs)
+
+
+def cells_case(**kwargs: Any) -> Case:
+    ids = torch.randint(0, 20, (3, 5))
+    return Case(Cells(), {"ids": ids, "labels": ids}, lambda model: model(ids, ids), **kwargs)
+
+
+def tied_case(**kwargs: Any) -> Case:
+    x = torch.randn(4, 8)
+    return Case(Tied(), x, lambda model: model(x), **kwargs)
+
+
+def encoder_case() -> Case:
+    x = torch.randn(3, 5, 8)  # attention drops out along a transposed activation
+    return Case(nn.TransformerEncoderLayer(8, 2, 16, 0.15), x, lambda model: square(model(x)), square)
+
+
+def lambda_case(function: Callable[..., Any], *inputs: Any) -> Case:
+    return Case(Lambda(function), inputs, lambda model: model(*inputs))
+
+
+def frozen_case() -> Case:
+    case = mlp_case()
+    case.model[0].requires_grad_(False)
+    return case
+
+
+def evaluation_case() -> Case:
+    case = image_case()
+    case.model.eval()
+    return case
+
+
+def transformers_case(name: str, masked: bool = False, **kwargs: Any) -> Case:
+    transformers = pytest.importorskip("transformers")
+    ids = torch.randint(0, 50, (2, 12))
+    tiny = {"vocab_size": 50, "bos_token_id": 0, "eos_token_id": 0}
+    small = {**tiny, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+    if name == "resnet":
+        config = transformers.ResNetConfig(embedding_size=4, hidden_sizes=[4, 8], depths=[1, 1], num_labels=5)
+        model = transformers.ResNetForImageClassification(config)
+        batch = {"pixel_values": torch.randn(2, 3, 32, 32), "labels": torch.tensor([1, 4])}
+    else:
+        model = {
+            "gpt2": lambda: transformers.GPT2LMHeadModel(
+                transformers.GPT2Config(n_embd=16, n_layer=2, n_head=2, n_positions=16, loss_type="ForCausalLM", **tiny)
+            ),
+            "bert": lambda: transformers.BertForMaskedLM(transformers.BertConfig(**small)),
+            "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**small)),
+        }[name]()
+        batch = {"input_ids": ids, "labels": ids}
+        if masked:
+            batch["attention_mask"] = torch.ones_like(ids).tril(3)
+    return Case(model.train(), batch, lambda model: model(**batch).loss, **kwargs)
+
+
+def moving_average(model: Lambda, x: Tensor) -> Tensor:
+    model.moving = 0.9 * model.moving + x.mean(0)
+    return square(model.linear(x) * model.moving)
+
+
+def two_branches(model: Lambda, x: Tensor) -> Tensor:
+    return square(torch.cond(x.sum() > 0, lambda t: model.linear(t), lambda t: 2 * t, (x,)) + model.linear(x))
+
+
+def gradient_penalty(model: Lambda, x: Tensor) -> Tensor:
+    (gradient,) = torch.autograd.grad(model.linear(x).tanh().sum(), model.linear.weight, create_graph=True)
+    return square(gradient)
+
+
+x8 = torch.arange(32.0).reshape(4, 8) / 16 - 1
+CASES: dict[str, Callable[[], Case]] = {
+    "mlp": mlp_case,
+    "mlp bf16": lambda: mlp_case(autocast=torch.bfloat16),
+    "cnn": image_case,
+    "cnn bf16": lambda: image_case(autocast=torch.bfloat16),
+    "cnn channels last": channels_last_case,
+    "cnn evaluation": evaluation_case,
+    "frozen": frozen_case,
+    "lstm cells": cells_case,
+    "lstm cells bf16": lambda: cells_case(autocast=torch.bfloat16),
+    "tied": tied_case,
+    "tied bf16": lambda: tied_case(autocast=torch.bfloat16),
+    "encoder layer": encoder_case,
+    "gpt2": lambda: transformers_case("gpt2"),
+    "gpt2 bf16": lambda: transformers_case("gpt2", autocast=torch.bfloat16),
+    "bert": lambda: transformers_case("bert"),
+    "bert masked": lambda: transformers_case("bert", masked=True),
+    "llama": lambda: transformers_case("llama"),
+    "resnet": lambda: transformers_case("resnet"),
+    "constants": lambda: lambda_case(lambda m, x: square(m.linear(x) * m.plain + torch.tensor([1.0, 2.0] * 4)), x8),
+    "unread draw": lambda: lambda_case(lambda m, x: (torch.rand(5), square(F.dropout(m.linear(x), 0.3)))[1], x8),
+    "draws of many kinds": lambda: lambda_case(
+        lambda m, x: square(m.linear(x) + torch.randn_like(x) + torch.randperm(8) + torch.empty(8).uniform_()), x8
+    ),
+    "assigned buffer": lambda: lambda_case(moving_average, x8),
+    "nested inputs": lambda: lambda_case(
+        lambda m, xs, extra: square(m.linear(xs[0]) * extra["n"] + extra["y"]), [x8, 3], {"y": x8 + 1, "n": 2, "none": None}
+    ),
+    "split": lambda: lambda_case(lambda m, x: square(torch.cat([t.tanh() for t in m.linear(x).split(3, 1)], 1)), x8),
+    "in place": lambda: lambda_case(lambda m, x: square(m.linear(x).add_(1).mul_(2).t()[2:4]), x8),
+    "mse": lambda: lambda_case(lambda m, x: F.mse_loss(m.linear(x), x), x8),
+    "written slice": lambda: lambda_case(lambda m, x: (h := m.linear(x).clone(), h[1:2].zero_(), square(h))[2], x8),
+    "effect": lambda: lambda_case(lambda m, x: square(torch.linalg.inv(m.linear(x).mT @ x + 9 * torch.eye(8))), x8),
+    "autograd inside": lambda: lambda_case(gradient_penalty, x8),
+    "condition": lambda: lambda_case(two_branches, x8),
+    "shared gradient": lambda: lambda_case(lambda m, x: (m.linear.weight[0] + m.linear.bias + m.moving).sum() + 0 * x.sum(), x8),
+    "one number in a list": lambda: lambda_case(lambda m, x: m.linear(x).sum().reshape(1), x8),
+    "tuple": lambda: lambda_case(lambda m, x: square(m.linear(x)), x8),
+}  # fmt: skip
+
+
+class StorageMeter(TorchDispatchMode):
+    """Counts bytes of live storages that are born inside, from outside of any executor."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self.seen: dict[int, int] = {}
+
+    def _add(self, tensor: Tensor, born: bool) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self.seen:
+            return
+        self.seen[key] = storage.nbytes() if born else 0
+        self.live += self.seen[key]
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._gone, key)
+
+    def _gone(self, key: int) -> None:
+        self.live -= self.seen.pop(key, 0)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, Tensor):
+                self._add(leaf, born=False)
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self._add(leaf, born=True)
+        return result
+
+
+@dataclass
+class Answer:
+    loss: Tensor
+    gradients: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    generator: Tensor
+
+
+def plain_answer(case: Case) -> Answer:
+    """What plain PyTorch computes, on a copy of the model."""
+    model = copy.deepcopy(case.model)
+    torch.manual_seed(7)
+    with torch.autocast("cpu", case.autocast or torch.bfloat16, enabled=case.autocast is not None):
+        loss = case.plain(model)
+    loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return Answer(loss.detach(), gradients, dict(model.named_buffers()), torch.get_rng_state())
+
+
+def answer_of(step: Step, outputs: list[Tensor]) -> Answer:
+    """Outputs by what they are; buffers the step does not change are the model's."""
+    named = {
+        kind: {r.name: t for r, t in zip(step.results, outputs, strict=True) if r.kind == kind} for kind in ("gradient", "buffer")
+    }
+    (loss,) = (t for r, t in zip(step.results, outputs, strict=True) if r.kind == "loss")
+    return Answer(loss, named["gradient"], dict(step.model.named_buffers()) | named["buffer"], torch.get_rng_state())
+
+
+def assert_same(ours: Answer, plain: Answer) -> None:
+    assert torch.equal(ours.loss, plain.loss)
+    assert ours.gradients.keys() == plain.gradients.keys()
+    for name, gradient in plain.gradients.items():
+        assert torch.equal(ours.gradients[name], gradient), name
+        assert ours.gradients[name].stride() == gradient.stride(), name
+    for name, buffer in plain.buffers.items():
+        assert torch.equal(ours.buffers[name], buffer), name
+    assert torch.equal(ours.generator, plain.generator)
+
+
+def captured(case: Case) -> Step:
+    return capture(case.model, case.inputs, loss=case.loss, autocast=case.autocast)
+
+
+def run_by_ops(step: Step, inputs: Inputs) -> list[Tensor]:
+    """Run the step from nothing but what Step says of each op: its views, its call, what it makes."""
+    values = dict(zip(step.module.graph.find_nodes(op="placeholder"), bind(step, inputs), strict=True))
+    made = {step.value_of[node]: (node, tensor) for node, tensor in values.items()}
+    for node in step.module.graph.find_nodes(op="get_attr"):
+        values[node] = operator.attrgetter(node.target)(step.module)
+    fixed = dict(values)
+
+    def evaluate(node: fx.Node, known: dict[fx.Node, Any]) -> Any:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: known[n])
+        return node.target(*args, **kwargs)
+
+    def known_to(views: tuple[fx.Node, ...], op_inputs: frozenset[int]) -> dict[fx.Node, Any]:
+        known = fixed | {node: tensor for v, (node, tensor) in made.items() if v in op_inputs}
+        for view in views:
+            known[view] = evaluate(view, known)
+        return known
+
+    for i, op in enumerate(step.graph.ops):
+        result = evaluate(step.calls[i], known_to(step.views(i), frozenset(op.inputs)))
+        for v, node in step.made_by(i).items():
+            made[v] = (node, result if node is step.calls[i] else result[node.args[1]])
+    known = known_to(step.result_views(), step.graph.outputs)
+    return [known[node] for node in step.module.graph.output_node().args[0]]
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # from tracing torch.cond
+def test_step_computes_what_plain_pytorch_computes(name):
+    torch.manual_seed(1)
+    case = CASES[name]()
+    plain = plain_answer(case)
+    step = captured(case)
+    with torch.no_grad():
+        torch.manual_seed(7)
+        bound = bind(step, case.inputs)
+        with StorageMeter() as meter:
+            outputs = step.module(*bound)  # its code drops every value after its last use
+        assert_same(answer_of(step, list(outputs)), plain)
+        trace = simulate(step.graph, keep_all(step.graph))
+        assert trace.peak_bytes - step.graph.resident_bytes == meter.peak
+        torch.manual_seed(7)
+        assert_same(answer_of(step, run_by_ops(step, case.inputs)), plain)
+
+
+@pytest.mark.parametrize("name", ["cnn bf16", "lstm cells", "bert", "gpt2", "assigned buffer"])
+def test_capture_changes_nothing(name):
+    torch.manual_seed(1)
+    case = CASES[name]()
+    model = case.model
+    state = {key: (tensor, tensor.clone()) for key, tensor in model.state_dict(keep_vars=True).items()}
+    attributes = {key: dict(vars(part)) for key, part in model.named_modules()}
+    generator = torch.get_rng_state()
+    captured(case)
+    assert torch.equal(torch.get_rng_state(), generator)
+    now = model.state_dict(keep_vars=True)
+    assert now.keys() == state.keys()
+    for key, (tensor, content) in state.items():
+        assert now[key] is tensor, key
+        assert torch.equal(tensor, content), key
+        assert tensor.grad is None, key
+    for key, part in model.named_modules():
+        assert vars(part).keys() == attributes[key].keys(), key
+        assert all(vars(part)[k] is v for k, v in attributes[key].items()), key
+
+
+def test_what_a_forward_assigns_is_undone():
+    def forward(model, x):
+        model.plain = model.linear(x)
+        model.extra = [x]
+        model.seen.append(x)
+        return square(model.plain)
+
+    model = Lambda(forward)
+    model.seen = []
+    plain = model.plain
+    capture(model, x8)
+    assert model.plain is plain
+    assert model.seen == []
+    assert not hasattr(model, "extra")
+
+
+def test_model_is_not_allocated_again():
+    model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(8)))
+    parameters_bytes = sum(p.nbytes for p in model.parameters())
+    capture(model, torch.randn(2, 1024), loss=square)  # whatever is set up once
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        capture(model, torch.randn(2, 1024), loss=square)
+    events = profile.profiler.kineto_results.events()
+    asked = [e.nbytes() for e in events if e.name() == "[memory]" and e.nbytes() > 0]
+    assert asked, "the profiler saw no allocation at all"
+    assert sum(asked) < parameters_bytes / 100
+
+
+def test_graph_says_what_the_step_is():
+    torch.manual_seed(1)
+    case = image_case()
+    step = capture(case.model, case.inputs, loss=case.loss, name="net")
+    graph = step.graph
+    assert (graph.name, graph.device) == ("net", "cpu")
+    state = sum(t.nbytes for t in case.model.state_dict().values())
+    tangent_bytes = 4
+    assert graph.resident_bytes == state + sum(t.nbytes for t in case.inputs) + tangent_bytes
+    assert [op.kind for op in graph.ops if op.random] == ["belady.bernoulli"]
+    assert not any(op.effect for op in graph.ops)
+    backward = [op.backward for op in graph.ops]
+    assert backward == sorted(backward) and 0 < sum(backward) < len(backward)
+    assert all(op.time_ns == 0 and op.workspace_bytes == 0 for op in graph.ops)
+    kinds = {op.kind for op in graph.ops}
+    assert {"aten.convolution", "aten.convolution_backward", "aten.mm"} <= kinds
+    assert not kinds & {"aten.t", "aten.view", "aten.detach", "aten.expand", "getitem"}
+    statistics = {r.name for r in step.results if r.kind == "buffer"}
+    assert statistics == {f"{i}.{what}" for i in (1, 6) for what in ("running_mean", "running_var", "num_batches_tracked")}
+    assert {r.name for r in step.results if r.kind == "gradient"} == {name for name, _ in case.model.named_parameters()}
+
+
+def test_costs_leave_the_mapping():
+    step = captured(mlp_case())
+    times, spaces = list(range(len(step.calls))), [8] * len(step.calls)
+    priced = step.with_costs(times, spaces)
+    assert [op.time_ns for op in priced.graph.ops] == times
+    assert [op.workspace_bytes for op in priced.graph.ops] == spaces
+    assert (priced.calls, priced.value_of, priced.module) == (step.calls, step.value_of, step.module)
+
+
+def test_tied_weights_count_once():
+    step = captured(tied_case())
+    names = [s.name for s in step.sources if s.kind == "parameter"]
+    assert names == ["a.weight", "a.bias", "b.bias", "c.bias"]
+    assert [r.name for r in step.results if r.kind == "gradient"].count("a.weight") == 1
+
+
+def test_parameters_in_one_storage_count_once():
+    model = Lambda(lambda m, x: square(m.linear(x) + m.other))
+    model.other = nn.Parameter(model.linear.weight.detach()[0])
+    step = capture(model, x8)
+    sizes = [64 * 4, 8 * 4, 8 * 4, x8.nbytes, 4]  # weight with other, bias, buffer, input, tangent
+    assert step.graph.resident_bytes == sum(sizes)
+    model.other.data = model.other.detach().clone()
+    with pytest.raises(InputError, match=r"other and linear.weight shared their memory"):
+        bind(step, x8)
+
+
+def test_weights_are_cast_once_under_autocast():
+    step = captured(cells_case(autocast=torch.bfloat16))
+    weights = [
+        n for n, s in zip(step.module.graph.find_nodes(op="placeholder"), step.sources, strict=True) if s.kind == "parameter"
+    ]
+    casts = [sum(user.target == torch.ops.aten._to_copy.default for user in weight.users) for weight in weights]
+    assert max(casts) == 1
+
+
+def test_ambient_autocast_is_kept_from_the_backward():
+    case = mlp_case()
+    with torch.autocast("cpu", torch.bfloat16):
+        ambient = captured(case)
+        assert torch.is_autocast_enabled("cpu")
+    assert ambient.graph.fingerprint() == captured(mlp_case(autocast=torch.bfloat16)).graph.fingerprint()
+    assert ambient.graph.fingerprint() != captured(case).graph.fingerprint()
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_capture_inside_another_context(context):
+    case = mlp_case()
+    with context():
+        step = captured(case)
+    assert step.graph.fingerprint() == captured(case).graph.fingerprint()
+
+
+def test_unread_draws_and_effects_stay_in_the_graph():
+    drawn = captured(CASES["unread draw"]())
+    assert [op.kind for op in drawn.graph.ops if op.random] == ["aten.rand", "belady.bernoulli"]
+    checked = captured(CASES["effect"]())
+    (effect,) = (op for op in checked.graph.ops if op.effect)
+    assert effect.kind == "aten._linalg_check_errors" and not effect.outputs
+
+
+def test_dropout_of_attention_is_random_only_where_it_drops():
+    def attention(p):
+        return Lambda(lambda m, x: square(F.scaled_dot_product_attention(m.linear(x), x, x, dropout_p=p)))
+
+    x = torch.randn(2, 2, 4, 8)
+    assert not any(op.random for op in capture(attention(0.0), x).graph.ops)
+    assert any(op.random for op in capture(attention(0.5), x).graph.ops)
+
+
+def test_custom_operator_is_one_op():
+    with torch.library._scoped_library("belady_test", "DEF") as library:
+        library.define("double(Tensor x) -> Tensor")
+        library.impl("double", lambda x: 2 * x, "CompositeExplicitAutograd")
+        torch.library.register_fake("belady_test::double", lambda x: torch.empty_like(x), lib=library)
+        double = torch.ops.belady_test.double
+        torch.library.register_autograd("belady_test::double", lambda ctx, g: double(g), lib=library)
+        step = capture(Lambda(lambda m, x: square(double(m.linear(x)))), x8)
+    assert [op.backward for op in step.graph.ops if op.kind == "belady_test.double"] == [False, True]
+
+
+def test_models_bring_their_own_example():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        n_embd=8, n_layer=1, n_head=1, n_positions=8, vocab_size=20, bos_token_id=0, eos_token_id=0, loss_type="ForCausalLM"
+    )
+    step = capture(transformers.GPT2LMHeadModel(config).train())
+    assert {s.name for s in step.sources if s.kind == "input"} == {"inputs['input_ids']", "inputs['labels']"}
+    model = Lambda(lambda m, x: m.linear(x))
+    model.example_input_array = x8
+    assert [s.name for s in capture(model, loss=square).sources if s.kind == "input"] == ["inputs"]
+
+
+@pytest.mark.parametrize("output", [lambda y: SimpleNamespace(loss=square(y)), lambda y: {"loss": square(y), "logits": y},
+                                    lambda y: (square(y), y), square])  # fmt: skip
+def test_where_a_model_may_put_its_loss(output):
+    step = capture(Lambda(lambda m, x: output(m.linear(x))), x8)
+    with torch.no_grad():
+        assert torch.equal(step.module(*bind(step, x8))[0], square(step.model.linear(x8)))
+
+
+def test_how_inputs_are_shared_between_model_and_loss():
+    def loss(output, low, high, weight=1.0):
+        return weight * ((output - low) * (high - output)).sum()
+
+    by_position = capture(Lambda(lambda m, a, b: m.linear(a + b)), (x8, x8 + 1, x8 + 2, x8 + 3), loss=loss)
+    by_name = capture(
+        Lambda(lambda m, a, b: m.linear(a + b)), {"a": x8, "low": x8 + 2, "b": x8 + 1, "high": x8 + 3}, loss=loss
+    )  # fmt: skip
+    want = loss(by_name.model.linear(x8 + x8 + 1), x8 + 2, x8 + 3)
+    with torch.no_grad():
+        assert torch.equal(by_position.module(*bind(by_position, (x8, x8 + 1, x8 + 2, x8 + 3)))[0], want)
+        shuffled = {"high": x8 + 3, "low": x8 + 2, "b": x8 + 1, "a": x8}
+        assert torch.equal(by_name.module(*bind(by_name, shuffled))[0], want)
+
+
+def test_fake_models_are_captured_without_memory():
+    with torch._subclasses.fake_tensor.FakeTensorMode():
+        model, x = nn.Linear(100_000, 100_000), torch.randn(4, 100_000)  # 40 GB
+    step = capture(model, x, loss=square)
+    assert step.graph.resident_bytes > 4e10
+
+
+def linear() -> nn.Linear:
+    return nn.Linear(8, 8)
+
+
+def with_hook() -> nn.Module:
+    model = linear()
+    model.weight.register_hook(lambda gradient: gradient)
+    return model
+
+
+def on_two_devices() -> nn.Module:
+    return nn.Sequential(linear(), linear().to("meta"))
+
+
+def grown(model, x):
+    model.moving = torch.cat([model.moving, x[0]])
+    return square(model.linear(x))
+
+
+def counted(model, x):
+    model.plain.add_(1)
+    return square(model.linear(x))
+
+
+UNREGISTERED = torch.ones(8, requires_grad=True)
+
+REFUSED: dict[str, tuple[Callable[[], Step], str]] = {
+    "no module": (lambda: capture(square, x8), "expected a torch.nn.Module, not a function"),
+    "no inputs": (lambda: capture(linear()), "Linear brings no example inputs.*give inputs="),
+    "no loss": (lambda: capture(linear(), x8), r"Linear returns a tensor of shape \(4, 8\), but a loss is one number; give"),
+    "output without loss": (lambda: capture(Lambda(lambda m, x: {"y": m.linear(x)}), x8), "Lambda returns a dict, not a loss"),
+    "integer loss": (lambda: capture(linear(), x8, loss=lambda y: (y > 0).sum()), "number of dtype torch.int64, which"),
+    "detached loss": (lambda: capture(linear(), x8, loss=lambda y: y.detach().sum()), "does not depend on any parameter"),
+    "parameter as loss": (lambda: capture(Lambda(lambda m, x: m.linear.bias[0]), x8), "is one of its parameters"),
+    "loss wants target": (lambda: capture(linear(), x8, loss=F.mse_loss), r"requires 1 more argument.*inputs=\(..., target\)"),
+    "loss wants more": (lambda: capture(linear(), (x8,), loss=lambda y, a, b: a), "requires 2 target.*only 1 input"),
+    "loss wants name": (lambda: capture(linear(), {"input": x8}, loss=F.mse_loss), "requires 'target', which is not among"),
+    "loss wants keyword": (lambda: capture(linear(), (x8, x8), loss=lambda y, *, w: w), "requires the keyword 'w'"),
+    "loss without signature": (lambda: capture(linear(), x8, loss=torch.sum), "cannot see which arguments the loss"),
+    "loss with parameters": (lambda: capture(linear(), x8, loss=linear()), "has parameters of its own"),
+    "branch on data": (lambda: capture(Lambda(lambda m, x: m.linear(x).sum() if x.sum() > 0 else x), x8), "branches on data"),
+    "shape from data": (lambda: capture(Lambda(lambda m, x: m.linear(x)[x > 0].sum()), x8), "branches on data"),
+    "frozen": (lambda: capture(linear().requires_grad_(False), x8, loss=square), "no parameter of Linear requires a gradient"),
+    "meta": (lambda: capture(linear().to("meta"), x8, loss=square), "weight is on the meta device"),
+    "two devices": (lambda: capture(on_two_devices(), x8, loss=square), "1.weight is on the meta device"),
+    "no such device": (lambda: capture(linear(), x8, loss=square, device="banana"), "there is no device 'banana'"),
+    "input elsewhere": (lambda: capture(linear(), x8.to("meta"), loss=square), "inputs is on the meta device"),
+    "input wants gradient": (lambda: capture(linear(), x8.clone().requires_grad_(), loss=square), "inputs requires a gradient"),
+    "strange input": (lambda: capture(linear(), (object(),), loss=square), r"inputs\[0\] is of type object"),
+    "strange inputs": (lambda: capture(linear(), {1}, loss=square), "inputs must be a tensor, a tuple or list"),
+    "sparse input": (lambda: capture(linear(), x8.to_sparse(), loss=square), "only plain dense ones"),
+    "sparse gradient": (
+        lambda: capture(nn.Embedding(4, 8, sparse=True), torch.tensor([1]), loss=square), "makes a sparse tensor"
+    ),
+    "wrong shape": (lambda: capture(linear(), torch.randn(4, 9), loss=square), "Linear cannot be traced: RuntimeError"),
+    "lazy": (lambda: capture(nn.LazyLinear(8), x8, loss=square), "has no shape yet"),
+    "input in place": (lambda: capture(Lambda(lambda m, x: square(m.linear(x.relu_()))), x8.clone()), "changes inputs in place"),
+    "parameter in place": (
+        lambda: capture(nn.Embedding(4, 8, max_norm=1.0), torch.tensor([1]), loss=square), "changes its parameter weight in place"
+    ),
+    "buffer replaced": (lambda: capture(Lambda(grown), x8), "replaces moving in its forward"),
+    "attribute in place": (lambda: capture(Lambda(counted), x8), "neither parameter nor buffer.*register_buffer"),
+    "attribute wants gradient": (
+        lambda: capture(Lambda(lambda m, x: square(m.linear(x) * UNREGISTERED)), x8),
+        "requires a gradient but is no parameter",
+    ),
+    "gradient hook": (lambda: capture(with_hook(), x8, loss=square), "weight has a gradient hook"),
+    "wrapped": (lambda: capture(nn.DataParallel(linear()), x8, loss=square), "wraps another module; capture that one"),
+    "autocast": (lambda: capture(linear(), x8, loss=square, autocast=torch.int8), "give torch.bfloat16 or torch.float16"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_captured_is_refused_in_one_sentence(name):
+    attempt, message = REFUSED[name]
+    with pytest.raises(CaptureError, match=message) as refusal:
+        attempt()
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_absent_device_is_named():
+    with pytest.raises(CaptureError, match="no CUDA device is available"):
+        capture(linear(), x8, loss=square, device="cuda")
+
+
+def test_refusal_keeps_its_cause():
+    with pytest.raises(CaptureError) as refusal:
+        REFUSED["branch on data"][0]()
+    assert isinstance(refusal.value.__cause__, torch._subclasses.fake_tensor.DataDependentOutputException)
+
+
+def test_bind_names_what_differs():
+    step = capture(Lambda(lambda m, x, scale: square(m.linear(x) * scale)), (x8, 2))
+    for inputs, message in [
+        ((x8[:3], 2), r"inputs\[0\] has shape \(3, 8\), but the step was captured with \(4, 8\)"),
+        ((x8.double(), 2), r"inputs\[0\] has dtype torch.float64, but .* torch.float32"),
+        ((x8.to("meta"), 2), r"inputs\[0\] is on meta, but the step was captured on cpu"),
+        ((x8.t().contiguous().t(), 2), r"inputs\[0\] has strides \(1, 4\), but the step was captured with \(8, 1\)"),
+        ((x8.clone().requires_grad_(), 2), r"inputs\[0\] requires a gradient"),
+        ((x8, 3), r"inputs\[1\] is 3, but the step was captured with 2"),
+        ((2, x8), r"inputs\[1\] is a tensor, but the step was captured with 2"),
+        ((2, 2), r"inputs\[0\] is of type int, but the step was captured with a tensor"),
+        ((x8,), "another form"),
+        ({"x": x8, "scale": 2}, "another form"),
+    ]:
+        with pytest.raises(InputError, match=message):
+            bind(step, inputs)
+    with pytest.raises(InputError, match=r"tangent has shape \(2,\)"):
+        bind(step, (x8, 2), torch.ones(2))
+    half = torch.tensor(0.5)
+    with torch.no_grad():
+        whole = answer_of(step, step.module(*bind(step, (x8, 2))))
+        scaled = answer_of(step, step.module(*bind(step, (x8, 2), half)))
+    assert torch.equal(scaled.gradients["linear.bias"], whole.gradients["linear.bias"] / 2)
+    step.model.eval()
+    with pytest.raises(InputError, match="between training and evaluation"):
+        bind(step, (x8, 2))
+    step.model.train()
+    step.model.linear.bias.requires_grad_(False)
+    with pytest.raises(InputError, match=r"linear.bias was frozen or unfrozen"):
+        bind(step, (x8, 2))
+
+
+def test_bind_reads_the_model_as_it_is_now():
+    case = mlp_case()
+    step = captured(case)
+    with torch.no_grad():
+        before = answer_of(step, step.module(*bind(step, case.inputs)))
+        for p in case.model.parameters():
+            p.mul_(1.5)
+        torch.manual_seed(7)
+        after = answer_of(step, step.module(*bind(step, case.inputs)))
+    assert_same(after, plain_answer(case))
+    assert not torch.equal(before.loss, after.loss)
