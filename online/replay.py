@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from graphs.importers.dtr_program import read_program
 from graphs.program import Program
 from online.engine import Counters, Engine, Release
-from online.heuristics import HEURISTICS
 from online.runtime import Failure, RunStatus, play, release_policy, rule
 from planner.budget import resolve_budget
 
@@ -77,7 +76,16 @@ def replay_log(
 
 
 def baseline_peak_bytes(program: Program) -> int:
-    """Peak without a budget, where everything goes at the moment its last reference goes, constants too (appendix D.2)."""
-    engine = Engine(None, HEURISTICS["lru"], release=Release.BANISH)
-    engine.play(program)
-    return engine.peak_bytes
+    """Peak without a budget, where every storage goes at the moment its last reference goes, constants too (appendix D.2)."""
+    used = peak = sum(program.size_bytes[s] for s in program.resident)
+    there = set(program.resident)
+    for event in program.events:
+        if event < 0:
+            used -= program.size_bytes[-1 - event]
+            continue
+        call = program.calls[event]
+        new = set(call.makes) - there
+        there |= new
+        used += sum(program.size_bytes[s] for s in new)
+        peak = max(peak, used + call.workspace_bytes)
+    return peak

@@ -199,8 +199,8 @@ def run(
         assert (time_ns, peak_bytes) == (engine.clock - 1, engine.peak_bytes), "the engine and simulate disagree"
         assert peak_bytes <= budget_bytes, "the engine went over its budget"
     return Run(
-        graph, budget_bytes, heuristic, policy, reclaim, seed, status, schedule, time_ns, peak_bytes, engine.counters, failure, wall_s, step,
-        outcome,
+        graph, budget_bytes, heuristic, policy, reclaim, seed, status, schedule, time_ns, peak_bytes, engine.counters,
+        failure, wall_s, step, outcome,
     )  # fmt: skip
 
 

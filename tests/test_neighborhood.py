@@ -109,7 +109,7 @@ def test_phantom_connections_stay() -> None:
 
 
 @given(histories(), st.sampled_from([(True, True), (True, False)]), st.integers(0, 60))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_exact_sums_agree_with_a_plain_search(
     history: tuple[list[tuple[int, int]], list[int], Moves], halves: tuple[bool, bool], enough: int
 ) -> None:
@@ -129,7 +129,7 @@ def test_exact_sums_agree_with_a_plain_search(
 
 
 @given(histories())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_union_find_agrees_with_plain_sets(history: tuple[list[tuple[int, int]], list[int], Moves]) -> None:
     edges, costs, moves = history
     relations = relations_of(edges, costs)
@@ -145,7 +145,7 @@ def test_union_find_agrees_with_plain_sets(history: tuple[list[tuple[int, int]],
 
 @pytest.mark.parametrize("make", [Exact, lambda relations: Exact(relations, descendants=False), UnionFind])
 @given(history=histories())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_what_restored_says_keeps_old_sums_lower_bounds(
     make: Callable[[Relations], Neighborhood], history: tuple[list[tuple[int, int]], list[int], Moves]
 ) -> None:

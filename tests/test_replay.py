@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import gzip
 import json
-import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,6 +17,8 @@ from graphs.errors import InputError
 from graphs.importers.dtr_program import read_program
 from graphs.program import Call, Program
 from online import Replay, RunStatus, baseline_peak_bytes, replay_log
+
+Log = Callable[[str], Program]
 
 # Reading
 
@@ -138,17 +140,23 @@ def test_a_missing_log_is_named(tmp_path: Path) -> None:
 
 # Parity
 
-DATA = os.environ.get("BELADY_DATA")
-
 
 @functools.cache
-def log(name: str) -> Program:
-    if DATA is None:
-        pytest.skip("BELADY_DATA is not set: the operator logs are not here")
-    path = Path(DATA) / "dtr_logs" / f"{name}.log.gz"
-    if not path.exists():
-        pytest.skip(f"{path} is not there")
+def read(path: Path) -> Program:
     return read_program(path)
+
+
+@pytest.fixture
+def log(data: Path) -> Log:
+    """Operator logs of the data folder, by name."""
+
+    def find(name: str) -> Program:
+        path = data / "dtr_logs" / f"{name}.log.gz"
+        if not path.exists():
+            pytest.skip(f"{path} is not there")
+        return read(path)
+
+    return find
 
 
 # log, ratio, heuristic: status, rematerialized ns, peak bytes, evictions to make room, score evaluations, deepest, executions
@@ -237,7 +245,7 @@ def cell(done: Replay) -> str:
 
 
 @pytest.mark.parametrize("row", rows(GOLDEN), ids=lambda row: " ".join(row[:3]))
-def test_golden_values(row: list[str]) -> None:
+def test_golden_values(log: Log, row: list[str]) -> None:
     name, ratio, heuristic, *wanted = row
     done = replay_log(log(name), float(ratio), heuristic=heuristic)
     counters = done.counters
@@ -249,19 +257,21 @@ def test_golden_values(row: list[str]) -> None:
 
 
 @pytest.mark.parametrize("name", BASELINE_PEAK_BYTES)
-def test_baseline_peaks(name: str) -> None:
+def test_baseline_peaks(log: Log, name: str) -> None:
     assert baseline_peak_bytes(log(name)) == BASELINE_PEAK_BYTES[name]
+    banishing = replay_log(log(name), 1 << 50, release="banish")
+    assert (banishing.peak_bytes, banishing.slowdown) == (BASELINE_PEAK_BYTES[name], 1.0)
 
 
 @pytest.mark.parametrize("name", ["unet", "resnet32", "transformer", "lstm"])
-def test_tables_of_slowdowns(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tables_of_slowdowns(log: Log, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     agree = cells = 0
     for found_name, rule, *wanted in rows(SLOWDOWN):
         if found_name != name:
             continue
         for ratio, value in zip((1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1), wanted, strict=True):
-            if (name, rule) == ("lstm", "ignore") and ratio not in (1.0, 0.5, 0.1):
-                continue  # seconds each: nothing is ever let go, so the pool is large
+            if (name, rule) == ("lstm", "ignore") and ratio not in (1.0, 0.1):
+                continue  # seconds each: nothing is let go before it must, so the pool is large
             options = {"release": "ignore"} if rule == "ignore" else {"heuristic": rule}
             found = cell(replay_log(log(name), ratio, **options))  # type: ignore[arg-type]
             cells += 1
@@ -279,7 +289,9 @@ def test_tables_of_slowdowns(name: str, capsys: pytest.CaptureFixture[str]) -> N
         ("unet", (0.422, 0.426, 0.431, 0.436), (0.424, 0.433)),
     ],
 )
-def test_more_memory_may_not_suffice_where_less_did(name: str, works: tuple[float, ...], fails: tuple[float, ...]) -> None:
+def test_more_memory_may_not_suffice_where_less_did(
+    log: Log, name: str, works: tuple[float, ...], fails: tuple[float, ...]
+) -> None:
     program = log(name)
     assert all(replay_log(program, ratio, thrash_limit=60).status is RunStatus.COMPLETED for ratio in works)
     assert all(replay_log(program, ratio, thrash_limit=60).status is RunStatus.OUT_OF_MEMORY for ratio in fails)
@@ -306,11 +318,11 @@ def test_more_memory_may_not_suffice_where_less_did(name: str, works: tuple[floa
         ("tv_densenet121", 0.5, "1.194"),
     ],
 )
-def test_reclaiming_dead_intermediates(name: str, ratio: float, published: str) -> None:
+def test_reclaiming_dead_intermediates(log: Log, name: str, ratio: float, published: str) -> None:
     assert cell(replay_log(log(name), ratio, reclaim=True)) == published
 
 
-def test_banishing_frees_but_pins() -> None:
+def test_banishing_frees_but_pins(log: Log) -> None:
     assert cell(replay_log(log("unet"), 0.9, release="banish")) == "1.012"
     assert cell(replay_log(log("unet"), 0.8, release="banish")) == "OOM"
     assert replay_log(log("resnet32"), 0.2, release="banish").slowdown == pytest.approx(1.230, abs=0.0015)
