@@ -45,6 +45,13 @@ def write_rows(path: str, rows: Iterable[dict[str, Any]]) -> None:
         write_whole(path, text)
 
 
+def append_row(path: str, row: dict[str, Any]) -> None:
+    """Add one row with its provenance to a file, so that a long run can be interrupted and resumed."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "a", encoding="utf-8") as file:
+        file.write(json.dumps({**row, **provenance()}) + "\n")
+
+
 def read_rows(path: str | Path) -> list[dict[str, Any]]:
     """Rows of a file. Raises InputError naming the line that is damaged."""
     rows = []
