@@ -14,7 +14,7 @@ from graphs.capture import Step
 from graphs.errors import InputError
 from online.runtime import run
 from planner.execute import PlannedModule
-from planner.measure import measure
+from planner.measure import measure, resident_before_backward
 from planner.result import Plan
 
 
@@ -52,11 +52,7 @@ class Trials:
             raise InputError(f"executing {step.graph.name} needs the inputs of one training step")
         self._step, self._inputs, self._seed, self._repeats = step, inputs, seed, repeats
         self._reference: dict[str, Tensor] | None = None
-        graph = step.graph
-        placeholders = step.module.graph.find_nodes(op="placeholder")
-        tangents = {step.value_of[n] for n, s in zip(placeholders, step.sources, strict=True) if s.kind == "tangent"}
-        # Where ``backward()`` is called, autograd makes the gradient of the loss: it is measured, not resident.
-        self._resident_before_backward = graph.resident_bytes - sum(graph.values[v].size_bytes for v in tangents)
+        self._resident_before_backward = resident_before_backward(step)
         self.plain = self._try(lambda: _backward(step.eager(inputs)), self._resident_before_backward)
 
     def planned(self, plan: Plan) -> Trial:

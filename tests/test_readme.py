@@ -21,3 +21,18 @@ def test_the_example_runs_and_ends_in_a_number(tmp_path: Path) -> None:
     match = re.fullmatch(r"(\d+\.\d+)% more time for 40% less memory", done.stdout.strip().splitlines()[-1])
     assert match is not None, done.stdout
     assert 0 < float(match[1]) < 50
+
+
+def test_the_results_are_drawn_from_committed_rows() -> None:
+    from belady import readme_tables
+
+    assert readme_tables.main(["--check"]) == 0, "run python -m belady.readme_tables"
+
+
+def test_every_command_in_the_readme_parses() -> None:
+    from belady.cli import parser
+
+    commands = re.findall(r"^belady (.*?)(?:#.*)?$", README, re.MULTILINE)
+    assert len(commands) >= 6
+    for command in commands:
+        parser().parse_args(command.split())
