@@ -20,7 +20,8 @@ from planner.result import Status
 from planner.schedule import Compute, Free, Schedule, keep_all
 from planner.simulate import simulate
 from tests.oracles import least_time, naive_peak, naive_time
-from tests.strategies import graphs, graphs_and_budgets
+from tests.plain_dtr import PlainDtr
+from tests.strategies import graphs, graphs_and_budgets, random_graph
 
 
 def chain(n: int) -> Graph:
@@ -194,6 +195,20 @@ def test_reclaim_frees_what_a_rebuild_needed_in_passing() -> None:
     start = (Compute(0), Compute(1), Free(0), Free(1), Compute(2), Compute(0), Compute(1))
     assert run(graph, 8).schedule == (*start, Compute(3), Free(1), Free(2))  # t0 stays to the end
     assert run(graph, 8, reclaim=True).schedule == (*start, Free(0), Compute(3), Free(1), Free(2))
+
+
+def test_reclaim_keeps_no_sibling_that_nobody_needs() -> None:
+    # f0 makes a and b; b is released after f1, a is driven out by `room`. Rebuilding a makes b again, which goes at once.
+    ops = (
+        Op("f0", (), (0, 1), 1),
+        Op("f1", (1,), (2,), 1),
+        Op("room", (), (3,), 1, workspace_bytes=6),
+        Op("last", (0, 2, 3), (4,), 1),
+    )
+    graph = Graph("siblings", ops, tuple(Value(name, 2) for name in "abcde"), frozenset(), frozenset({4}))
+    start = (Compute(0), Compute(1), Free(1), Free(0), Compute(2), Compute(0))
+    assert run(graph, 10, heuristic="lru").schedule == (*start, Compute(3), Free(0), Free(2), Free(3))
+    assert run(graph, 10, heuristic="lru", reclaim=True).schedule == (*start, Free(1), Compute(3), Free(0), Free(2), Free(3))
 
 
 def test_ignored_releases_leave_values_in_the_pool() -> None:
@@ -375,6 +390,22 @@ def test_every_run_is_what_it_says(case: tuple[Graph, int], heuristic: str, rele
         held = sum(size for _, size in done.failure.held)
         op = next(op for op in graph.ops if op.name == done.failure.op)
         assert done.failure.asked_bytes == held + sum(graph.values[v].size_bytes for v in op.outputs) + op.workspace_bytes
+
+
+@pytest.mark.parametrize("release", ["eager", "ignore"])
+@pytest.mark.parametrize("heuristic", [name for name, rule in HEURISTICS.items() if not rule.random])
+def test_the_engine_does_what_the_paper_says(heuristic: str, release: str) -> None:
+    stopped = rebuilt = 0
+    for seed in range(60):
+        graph = random_graph(seed, max_ops=40, random=True, effect=seed % 3 == 0)
+        low, high = least_bytes(graph), simulate(graph, keep_all(graph)).peak_bytes
+        budget_bytes = high - (high - low) * (seed % 5 + 1) // 6
+        done = run(graph, budget_bytes, heuristic=heuristic, release=release, thrash_limit=1000)
+        wanted = PlainDtr(graph, budget_bytes, HEURISTICS[heuristic], eager=release == "eager").run()
+        assert (done.schedule if done.completed else None) == wanted, f"seed {seed}"
+        stopped += wanted is None
+        rebuilt += done.completed and done.counters.recomputations > 0
+    assert stopped > 5 and rebuilt > 5
 
 
 @given(graphs_and_budgets(keep_order=True, random=True, effect=True), st.sampled_from(list(HEURISTICS)))
