@@ -105,13 +105,30 @@ def test_a_view_is_rebuilt_after_its_base(tmp_path: Path) -> None:
         instruction("RELEASE", NAME="c"),
         *call("read", "b", "d", 2, [8], [-1]),
     ]
+    done = replay_log(read_program(written(tmp_path / "view.log.gz", lines)), 60)
+    # other drives out storage 0; read needs its view, so base runs, then view. At the end a and b are there together.
+    assert done.steps == (0, 1, -1, 2, -2, 0, 1, 3)
+    assert done.counters.recomputed_ns == 8
+    assert done.slowdown == 19 / 11
+
+
+def test_reclaiming_spares_a_view_that_was_asked_for(tmp_path: Path) -> None:
+    lines = [
+        instruction("ANNOTATE", ANNOTATION="START"),
+        *call("base", "", "a", 7, [40], [-1]),
+        *call("view", "a", "b", 1, [40], [0]),
+        *call("use", "b", "c", 5, [8], [-1]),
+        instruction("RELEASE", NAME="a"),
+        instruction("RELEASE", NAME="b"),
+        *call("other", "", "d", 1, [60], [-1]),
+        instruction("RELEASE", NAME="d"),
+        *call("read", "c", "e", 2, [8], [-1]),
+    ]
     program = read_program(written(tmp_path / "view.log.gz", lines))
-    for reclaim in (False, True):
-        done = replay_log(program, 60, reclaim=reclaim)
-        # other drives out storage 0; read needs its view, so base runs, then view. At the end a and b are there together.
-        assert done.steps == (0, 1, -1, 2, -2, 0, 1, 3)
-        assert done.counters.recomputed_ns == 8
-        assert done.slowdown == 19 / 11
+    # other drives out c. Rebuilding it takes base and view; then nobody needs storage 0, which the program has dropped.
+    start = (0, 1, 2, -1, -2, 3, -3, 0, 1, 2)
+    assert replay_log(program, 60).steps == (*start, 4)
+    assert replay_log(program, 60, reclaim=True).steps == (*start, -1, 4)
 
 
 @pytest.mark.parametrize(
