@@ -33,6 +33,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.fx.graph import CodeGen, _BoxedCodeGen
+from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import (
     TreeSpec,
@@ -57,6 +58,7 @@ __all__ = [
     "is_operator",
     "is_traceable_wrapper_subclass",
     "keystr",
+    "no_dispatch",
     "run_and_save_rng_state",
     "run_with_rng_state",
     "storage_bytes",

@@ -4,15 +4,31 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from graphs.errors import CaptureError
 from graphs.inputs import Arguments, Loss, check_tensor
-from graphs.torch_private import DATA_DEPENDENT, Joint, TreeSpec, as_if_compiling, to_fake, trace_joint, tree_unflatten
+from graphs.torch_private import (
+    DATA_DEPENDENT,
+    Joint,
+    OpOverload,
+    TorchDispatchMode,
+    TreeSpec,
+    as_if_compiling,
+    no_dispatch,
+    to_fake,
+    trace_joint,
+    tree_leaves,
+    tree_map_only,
+    tree_unflatten,
+)
+
+aten = torch.ops.aten
 
 
 def state_of(model: nn.Module, loss: Loss | None) -> dict[str, Tensor]:
@@ -129,6 +145,8 @@ def trace(
     """
     slots = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
 
+    watch: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
+
     def run(state_now: list[Tensor], tensors_now: list[Tensor]) -> Tensor:
         filled = list(leaves)
         for i, tensor in zip(slots, tensors_now, strict=True):
@@ -136,7 +154,7 @@ def trace(
         given = {f"model.{key}": tensor for key, tensor in zip(state, state_now, strict=True)}
         after = dict(given)
         # The backward stays outside of the region, as it does in a training loop.
-        with contextlib.nullcontext() if autocast is None else torch.autocast(where.type, dtype=autocast):
+        with watch(), contextlib.nullcontext() if autocast is None else torch.autocast(where.type, dtype=autocast):
             loss = torch.func.functional_call(body, after, (tree_unflatten(filled, spec),))
         assert isinstance(loss, Tensor)
         for key, tensor in given.items():
@@ -144,17 +162,20 @@ def trace(
                 _assigned(name, key.removeprefix("model."), tensor, after[key])
         return loss
 
-    def attempt() -> Joint:
+    def attempt(known: bool = False) -> Joint:
+        nonlocal watch
+        watch = _Constants if known else contextlib.nullcontext
         with _plain_context(where), _untouched(body, where):
             fakes = to_fake([*state.values(), *(leaves[i].detach() for i in slots)])
             return trace_joint(run, fakes[: len(state)], fakes[len(state) :])
 
     try:
-        try:
+        with contextlib.suppress(*DATA_DEPENDENT):
             return attempt()
-        except DATA_DEPENDENT:
-            with as_if_compiling():  # libraries then leave out shortcuts for which they look at the data
-                return attempt()
+        with contextlib.suppress(*DATA_DEPENDENT):
+            return attempt(known=True)
+        with as_if_compiling():  # libraries then leave out shortcuts for which they look at the data
+            return attempt(known=True)
     except CaptureError:
         raise
     except DATA_DEPENDENT as error:
@@ -168,6 +189,40 @@ def trace(
                 f"{name} changes a tensor in place that is neither parameter nor buffer; make it one with register_buffer"
             ) from error
         raise CaptureError(f"{name} cannot be traced: {type(error).__name__}: {_first_line(error)}") from error
+
+
+class _Constants(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Computes beside the trace what depends on no input, such as positions, so that a model may branch on it."""
+
+    supports_higher_order_operators = True
+    LIMIT = 1 << 20  # elements; larger tensors are no counters or masks to ask about
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._real: MutableMapping[Tensor, Tensor] = WeakIdKeyDictionary()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if func is aten.lift_fresh.default:  # a literal tensor
+            result = func(*args, **kwargs)
+            self._real[result] = read[0]
+            return result
+        known = isinstance(func, OpOverload) and torch.Tag.nondeterministic_seeded not in func.tags
+        known = known and all(tensor in self._real for tensor in read)
+        if known and func is aten._local_scalar_dense.default:
+            with no_dispatch():
+                return self._real[read[0]].item()
+        result = func(*args, **kwargs)
+        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        if known and all(tensor.numel() <= self.LIMIT for tensor in made):
+            args, kwargs = tree_map_only(Tensor, self._real.__getitem__, (args, kwargs))
+            with no_dispatch(), torch.no_grad():
+                real = tree_leaves(func(*args, **kwargs))
+            self._real.update(zip(made, (leaf for leaf in real if isinstance(leaf, Tensor)), strict=True))
+        elif isinstance(func, OpOverload) and func._schema.is_mutable and any(tensor in self._real for tensor in read):
+            self._real.clear()  # something known was written to, and who shares its memory is not recorded
+        return result
 
 
 def _first_line(error: Exception) -> str:

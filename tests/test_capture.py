@@ -146,7 +146,7 @@ def evaluation_case() -> Case:
     return case
 
 
-def transformers_case(name: str, masked: bool = False, **kwargs: Any) -> Case:
+def transformers_case(name: str, masked: bool = False, cached: bool = True, **kwargs: Any) -> Case:
     transformers = pytest.importorskip("transformers")
     ids = torch.randint(0, 50, (2, 12))
     tiny = {"vocab_size": 50, "bos_token_id": 0, "eos_token_id": 0}
@@ -166,6 +166,8 @@ def transformers_case(name: str, masked: bool = False, **kwargs: Any) -> Case:
         batch = {"input_ids": ids, "labels": ids}
         if masked:
             batch["attention_mask"] = torch.ones_like(ids).tril(3)
+        if not cached:  # it then looks at the positions: are there several texts in a row?
+            batch["use_cache"] = False
     return Case(model.train(), batch, lambda model: model(**batch).loss, **kwargs)
 
 
@@ -176,6 +178,19 @@ def moving_average(model: Lambda, x: Tensor) -> Tensor:
 
 def two_branches(model: Lambda, x: Tensor) -> Tensor:
     return square(torch.cond(x.sum() > 0, lambda t: model.linear(t), lambda t: 2 * t, (x,)) + model.linear(x))
+
+
+def branch_on_positions(model: Lambda, x: Tensor) -> Tensor:
+    places = torch.arange(4)
+    places[1:] += torch.tensor([3, 3, 3])
+    return square(model.linear(x)) if (places.diff() > 0).all() and places.sum().item() == 15 else x.sum()
+
+
+def branch_on_what_was_a_constant(model: Lambda, x: Tensor) -> Tensor:
+    places = torch.zeros(2, 8)
+    row = places[0]
+    places.copy_(x[:2])
+    return square(model.linear(x)) if row.sum() > 0 else x.sum()
 
 
 def gradient_penalty(model: Lambda, x: Tensor) -> Tensor:
@@ -202,6 +217,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "bert": lambda: transformers_case("bert"),
     "bert masked": lambda: transformers_case("bert", masked=True),
     "llama": lambda: transformers_case("llama"),
+    "llama without cache bf16": lambda: transformers_case("llama", cached=False, autocast=torch.bfloat16),
     "resnet": lambda: transformers_case("resnet"),
     "constants": lambda: lambda_case(lambda m, x: square(m.linear(x) * m.plain + torch.tensor([1.0, 2.0] * 4)), x8),
     "unread draw": lambda: lambda_case(lambda m, x: (torch.rand(5), square(F.dropout(m.linear(x), 0.3)))[1], x8),
@@ -212,6 +228,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "nested inputs": lambda: lambda_case(
         lambda m, xs, extra: square(m.linear(xs[0]) * extra["n"] + extra["y"]), [x8, 3], {"y": x8 + 1, "n": 2, "none": None}
     ),
+    "branch on positions": lambda: lambda_case(branch_on_positions, x8),
     "split": lambda: lambda_case(lambda m, x: square(torch.cat([t.tanh() for t in m.linear(x).split(3, 1)], 1)), x8),
     "in place": lambda: lambda_case(lambda m, x: square(m.linear(x).add_(1).mul_(2).t()[2:4]), x8),
     "mse": lambda: lambda_case(lambda m, x: F.mse_loss(m.linear(x), x), x8),
@@ -388,7 +405,9 @@ def test_model_is_not_allocated_again():
     model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(8)))
     parameters_bytes = sum(p.nbytes for p in model.parameters())
     capture(model, torch.randn(2, 1024), loss=square)  # whatever is set up once
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
+    ) as profile:
         capture(model, torch.randn(2, 1024), loss=square)
     events = profile.profiler.kineto_results.events()
     asked = [e.nbytes() for e in events if e.name() == "[memory]" and e.nbytes() > 0]
@@ -471,11 +490,16 @@ def test_capture_inside_another_context(context):
     assert step.graph.fingerprint() == captured(case).graph.fingerprint()
 
 
-def test_unread_draws_and_effects_stay_in_the_graph():
-    drawn = captured(CASES["unread draw"]())
-    assert [op.kind for op in drawn.graph.ops if op.random] == ["aten.rand", "belady.bernoulli"]
-    checked = captured(CASES["effect"]())
-    (effect,) = (op for op in checked.graph.ops if op.effect)
+def test_unread_draws_stay_in_the_graph():
+    step = captured(CASES["unread draw"]())
+    assert [op.kind for op in step.graph.ops if op.random] == ["aten.rand", "belady.bernoulli"]
+
+
+def test_effects_stay_in_the_graph():
+    if torch.__version__ < "2.13":
+        pytest.skip("this torch leaves checks of linear algebra out of a trace")
+    step = captured(CASES["effect"]())
+    (effect,) = (op for op in step.graph.ops if op.effect)
     assert effect.kind == "aten._linalg_check_errors" and not effect.outputs
 
 
@@ -582,6 +606,7 @@ REFUSED: dict[str, tuple[Callable[[], Step], str]] = {
     "loss without signature": (lambda: capture(linear(), x8, loss=torch.sum), "cannot see which arguments the loss"),
     "loss with parameters": (lambda: capture(linear(), x8, loss=linear()), "has parameters of its own"),
     "branch on data": (lambda: capture(Lambda(lambda m, x: m.linear(x).sum() if x.sum() > 0 else x), x8), "branches on data"),
+    "branch on a constant overwritten": (lambda: capture(Lambda(branch_on_what_was_a_constant), x8), "branches on data"),
     "shape from data": (lambda: capture(Lambda(lambda m, x: m.linear(x)[x > 0].sum()), x8), "branches on data"),
     "frozen": (lambda: capture(linear().requires_grad_(False), x8, loss=square), "no parameter of Linear requires a gradient"),
     "meta": (lambda: capture(linear().to("meta"), x8, loss=square), "weight is on the meta device"),
