@@ -15,16 +15,18 @@ from typing import Any
 
 from graphs.ir import Graph
 from planner.bounds import least_bytes
-from planner.methods.repair import repair
-from planner.methods.stage_model import stage_model, walk
+from planner.list_walk import ListWalk
 from planner.milp import Outcome
 from planner.result import Plan
 from planner.schedule import Compute, Schedule, keep_all, with_frees
 from planner.simulate import Trace, simulate
+from planner.stage_model import stage_model, walk
 
 METHOD = "cutting_stages"
 SHRINK = (0.97, 0.94, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5)  # budgets of the one-event MILPs that guide list walks
-WEIGHTS = (1.0, 10.0, 100.0, 1000.0)  # how much more a list walk values what the MILP keeps
+GRIPS = (1.0, 10.0, 100.0, 1000.0)  # how much more a list walk values what the MILP keeps
+GUIDE_AFTER = 2  # rounds
+SOLVER_SHARE = 0.1  # of the asked gap may be lost inside the solver; the walk needs the rest
 NEW_EVENTS = 2  # events added a round at most
 
 
@@ -74,41 +76,29 @@ def _run(search: _Search, start: Schedule | None) -> None:
         search.notes["infeasible"] = "no schedule in any order fits: the least bytes of an op or of the outputs exceed the budget"
         return
     whole = keep_all(graph)
-    trace = simulate(graph, whole)
     search.offer(whole, "keep all")
     search.offer(start, "start")
-    if search.closed:
-        return
-    search.offer(repair(graph, search.budget_bytes), "list walk")
-    tightest = _next_first_run(graph, whole, trace.peak_step)
-    _guide(search, tightest)
-    _rounds(search, tightest)
-
-
-def _guide(search: _Search, event: int) -> None:
-    """Early schedules: one-event MILPs at shrunk budgets say what list walks under the true budget should hold on to."""
-    for share in SHRINK:
-        if search.closed:
-            return
-        model = stage_model(search.graph, int(share * search.budget_bytes), [event])
-        answer = model.milp.minimise(time_limit_s=min(2.0, search.left_s), gap=search.gap_cost(model.unit_ns), seed=search.seed)
-        if answer.values is None:
-            return
-        _list_walks(search, [event], model.kept(answer))
+    _rounds(search, _next_first_run(graph, whole, simulate(graph, whole).peak_step))
 
 
 def _rounds(search: _Search, tightest: int) -> None:
-    """Solve for the events so far, walk the solution, add the events where it overflows; until closed or none is left to add."""
+    """Solve for the events so far, walk the solution, add the events where it overflows; until closed or none is left to add.
+
+    Most often the tightest event alone closes it. Where it does not, list walks guided by the solutions find schedules.
+    """
     graph = search.graph
+    list_walk = ListWalk(graph, search.budget_bytes)
     events = [tightest]
+    rounds = 0
     while not search.closed:
         model = stage_model(graph, search.budget_bytes, events)
         answer = model.milp.minimise(
             time_limit_s=search.left_s,
-            gap=0.2 * search.gap_cost(model.unit_ns),
+            gap=SOLVER_SHARE * search.gap_cost(model.unit_ns),
             cutoff=search.cutoff(model.unit_ns),
             seed=search.seed,
         )
+        rounds += 1
         search.notes["events"] = len(events)
         if answer.outcome is Outcome.INFEASIBLE:
             search.notes["infeasible"] = "no schedule with this order of first executions fits"
@@ -122,7 +112,9 @@ def _rounds(search: _Search, tightest: int) -> None:
         search.offer(schedule, "walk")
         if search.closed:
             return
-        _list_walks(search, events, kept)
+        _list_walks(search, list_walk, events, kept)
+        if rounds == GUIDE_AFTER:
+            _guide(search, list_walk, tightest)
         new = _events_to_add(graph, schedule, trace, search.budget_bytes, events)
         if not new:
             search.notes["stopped"] = "no event left to add"
@@ -132,11 +124,24 @@ def _rounds(search: _Search, tightest: int) -> None:
         search.notes["stopped"] = "time limit"
 
 
-def _list_walks(search: _Search, events: Sequence[int], kept: Sequence[frozenset[int]]) -> None:
-    for weight in WEIGHTS:
-        search.offer(
-            repair(search.graph, search.budget_bytes, hold=list(zip(events, kept, strict=True)), weight=weight), "list walk"
-        )
+def _guide(search: _Search, list_walk: ListWalk, event: int) -> None:
+    """More schedules: one-event MILPs at shrunk budgets say what list walks under the true budget should hold on to."""
+    for share in SHRINK:
+        if search.closed:
+            return
+        model = stage_model(search.graph, int(share * search.budget_bytes), [event])
+        answer = model.milp.minimise(time_limit_s=min(2.0, search.left_s), gap=search.gap_cost(model.unit_ns), seed=search.seed)
+        if answer.values is None:
+            return
+        _list_walks(search, list_walk, [event], model.kept(answer))
+
+
+def _list_walks(search: _Search, list_walk: ListWalk, events: Sequence[int], kept: Sequence[frozenset[int]]) -> None:
+    for grip in GRIPS:
+        if search.closed:
+            return
+        runs = list_walk(hold=list(zip(events, kept, strict=True)), grip=grip)
+        search.offer(None if runs is None else with_frees(search.graph, runs), "list walk")
 
 
 def _events_to_add(graph: Graph, schedule: Schedule, trace: Trace, budget_bytes: int, events: Sequence[int]) -> list[int]:
@@ -221,7 +226,8 @@ class _Search:
         """Extra time from which on a bound closes the gap: nothing above needs to be told apart."""
         if self.time_ns is None:
             return float("inf")
-        return ((1 - self.gap) * self.time_ns - self.graph.keep_all_time_ns) / unit_ns + 0.01
+        # Halfway into the gap, so that rounding the bound down still closes it.
+        return ((1 - 0.5 * self.gap) * self.time_ns - self.graph.keep_all_time_ns) / unit_ns + 0.01
 
     def _report(self, phase: str) -> None:
         if self.progress is not None:

@@ -1,0 +1,231 @@
+"""The rematerialization MILP with stages at a few events t_1 < … < t_k, and the way from its solution to a sequence.
+
+Ops are numbered in the order of their first executions; the last op is an end that reads the graph's outputs
+(``with_end``). Stage j is what happens after t_j's first execution and up to t_{j+1}'s (stage k: to the end). ``first
+use`` means: by an op that runs for the first time in the stage.
+
+    K[j, x] ∈ {0, 1}   value x is in memory when t_j has just run, its inputs not yet freed
+    R[j, v] ∈ {0, 1}   op v ≤ t_j runs again in stage j
+    L[x]    ∈ [0, 1]   value x is live inside a stage, when op v has just run again there (one L for each inside row)
+
+    minimise   Σ time(v) · R[j, v]
+    memory     Σ_x bytes(x) · K[j, x] + workspace(t_j) + resident ≤ budget      each j
+    running    K[j, x] = 1                          inputs and outputs x of t_j
+    first use  K[j, x] + R[j, prod(x)] ≥ 1          x made by t_j or before
+    re-use     K[j, x] + R[j, prod(x)] ≥ R[j, v]    x an input of v
+    carry      K[j, x] + R[j, prod(x)] ≥ K[j+1, x]  x made by t_j or before
+    inside     Σ_x bytes(x) · L[x] + (bytes of v's outputs + workspace(v)) · R[j, v] + resident ≤ budget
+               for op v in stage j = (w - 1, w]: an event, and the next first execution an event too
+                 x made before v:   L[x] ≥ R[j, u] for consumers u ≥ v;  L[x] ≥ K[j+1, x];  L[x] ≥ 1 if w reads x
+                 x made by v or later:   the same for all consumers u, each less R[j, prod(x)]
+
+This is Checkmate's MILP (Jain et al., MLSys 2020, eq. 9), for values instead of ops, with most stages and memory rows left
+out. Every schedule with this order of first executions satisfies all but the inside rows, so without them the optimum
+bounds its extra time from below, for any events. Inside rows hold for Checkmate's space only: between two first
+executions every op runs again at most once, in op order.
+
+What cannot matter has no variable: an op with an effect has no R; a value that nothing after t_j can need, not even through
+re-runs, no K. Values that are tiny even all together count as kept for free (the bound stays a bound).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from graphs.ir import Graph, Op
+from planner.milp import Answer, Milp
+
+SCALE = 1e6  # times and bytes are divided so that totals are about this; HiGHS works to an absolute 1e-6
+TINY = 1e-5  # share of the budget that all values without variables may take together
+
+Inside = tuple[int, int]  # (w, v): the row for re-running op v between the first executions of w - 1 and w
+
+
+def with_end(graph: Graph) -> Graph:
+    """The graph with one more op: the end, which takes no time and reads every output that is not resident."""
+    wanted = tuple(x for x in sorted(graph.outputs) if graph.producer[x] >= 0)
+    names = {op.name for op in graph.ops}
+    name = next(name for name in ("end", *(f"end_{i}" for i in range(len(names)))) if name not in names)
+    return replace(graph, ops=(*graph.ops, Op(name, wanted, (), 0)))
+
+
+@dataclass(frozen=True, slots=True)
+class StageModel:
+    """The MILP of one set of events.
+
+    keep, rerun  for each stage, the variable number of each value's K and of each op's R
+    tiny         values without variables because of their size
+    unit_ns      nanoseconds per unit of cost
+    """
+
+    graph: Graph
+    events: tuple[int, ...]
+    milp: Milp
+    keep: tuple[dict[int, int], ...]
+    rerun: tuple[dict[int, int], ...]
+    tiny: frozenset[int]
+    unit_ns: float
+
+    def kept(self, answer: Answer) -> list[frozenset[int]]:
+        """For each stage, the values its solution keeps in memory."""
+        assert answer.values is not None
+        values = answer.values
+        return [frozenset(x for x, k in keep.items() if values[k] > 0.5) for keep in self.keep]
+
+    def bound_ns(self, answer: Answer) -> int | None:
+        """Proved least time, rounded so that it stays a bound; None where nothing was proved."""
+        if not math.isfinite(answer.bound):
+            return None
+        grain = _grain(op.time_ns for op in self.graph.ops)
+        # Leave room for the solver's tolerances; then round up, since times of schedules are multiples of the grain.
+        extra_ns = (answer.bound - 1e-3 - 1e-6 * abs(answer.bound)) * self.unit_ns
+        return self.graph.keep_all_time_ns + max(0, math.ceil(extra_ns / grain) * grain)
+
+
+def stage_model(graph: Graph, budget_bytes: int, events: Sequence[int], inside: Sequence[Inside] = ()) -> StageModel:
+    """Build the MILP of a graph with an end, for stages at ``events`` (ascending) and the rows ``inside`` them."""
+    milp = Milp()
+    producer = graph.producer
+    size = [value.size_bytes for value in graph.values]
+    unit_ns = _unit((op.time_ns for op in graph.ops), graph.keep_all_time_ns)
+    unit_bytes = _unit(size, budget_bytes)
+    tiny = _tiny(graph, budget_bytes)
+    needed = [_needed(graph, t, tiny) for t in events]
+    running = [{x for x in (*graph.ops[t].inputs, *graph.ops[t].outputs) if producer[x] >= 0} for t in events]
+
+    # Variables, with the running rows as lower bounds of K.
+    keep = tuple({x: milp.binary(lower=float(x in running[j])) for x in sorted(needed[j])} for j in range(len(events)))
+    rerun = tuple(
+        {v: milp.binary(cost=graph.ops[v].time_ns / unit_ns) for v in makers if not graph.ops[v].effect}
+        for makers in (sorted({producer[x] for x in need}) for need in needed)
+    )
+    model = StageModel(graph, tuple(events), milp, keep, rerun, tiny, unit_ns)
+
+    for j, t in enumerate(events):
+        held = [*((x, k) for x, k in keep[j].items() if size[x])]
+        # What runs at t_j and is dead afterwards has no variable, but is there.
+        dead = sum(size[x] for x in running[j] - needed[j])
+        fixed = graph.resident_bytes + graph.ops[t].workspace_bytes + dead
+        milp.at_most((budget_bytes - fixed) / unit_bytes, [(k, size[x] / unit_bytes) for x, k in held])
+        _use_and_carry(model, j)
+    for w, v in inside:
+        _inside(model, w, v, budget_bytes, unit_bytes)
+    return model
+
+
+def _use_and_carry(model: StageModel, j: int) -> None:
+    """First use, re-use and carry of stage ``j``; a first use implies the other two."""
+    graph, milp, keep, rerun = model.graph, model.milp, model.keep[j], model.rerun[j]
+    t, is_last = model.events[j], j + 1 == len(model.events)
+    until = len(graph.ops) - 1 if is_last else model.events[j + 1]
+    have = {x: [k] if (r := rerun.get(graph.producer[x])) is None else [k, r] for x, k in keep.items()}
+    used = {x for i in range(t + 1, until + 1) for x in graph.ops[i].inputs if x in keep}
+    for x in sorted(used):
+        milp.at_least(1.0, have[x])
+    for v, again in rerun.items():
+        for x in graph.ops[v].inputs:
+            if x in keep and x not in used:
+                milp.at_least(0.0, have[x], [again])
+    if not is_last:
+        for x, later in model.keep[j + 1].items():
+            if x in keep and x not in used:
+                milp.at_least(0.0, have[x], [later])
+
+
+def _inside(model: StageModel, w: int, v: int, budget_bytes: int, unit_bytes: float) -> None:
+    """What is live when ``v`` has just run again before the first execution of ``w``."""
+    graph, milp = model.graph, model.milp
+    j = model.events.index(w) - 1
+    assert j >= 0 and model.events[j] == w - 1, f"an inside row at {w} needs events at {w - 1} and {w}"
+    rerun, after = model.rerun[j], model.keep[j + 1]
+    reads = set(graph.ops[w].inputs)
+    op = graph.ops[v]
+    terms = [(rerun[v], (op.workspace_bytes + sum(graph.values[x].size_bytes for x in op.outputs)) / unit_bytes)]
+    for x in model.keep[j]:
+        p = graph.producer[x]
+        later = p >= v
+        wants = [rerun[u] for u in graph.consumers[x] if u in rerun and (later or u >= v)]
+        if x in after:
+            wants.append(after[x])
+        if not wants and x not in reads:
+            continue
+        live = milp.fraction()
+        remade = [rerun[p]] if later and p in rerun else []
+        for want in wants:
+            milp.at_least(0.0, [live, *remade], [want])
+        if x in reads:
+            milp.at_least(1.0, [live, *remade])
+        terms.append((live, graph.values[x].size_bytes / unit_bytes))
+    milp.at_most((budget_bytes - graph.resident_bytes) / unit_bytes, terms)
+
+
+def walk(model: StageModel, kept: Sequence[frozenset[int]]) -> list[int]:
+    """The sequence of ops that a solution stands for: each lost op again just before it is needed. Without the end.
+
+    Entering stage j exactly ``kept[j]`` counts as present. Before an op runs, it re-runs what is missing, inputs first, in op
+    order; before event t_{j+1} also what ``kept[j + 1]`` wants. Whether that fits the budget is for ``simulate`` to say.
+    """
+    graph, producer = model.graph, model.graph.producer
+    present = set(graph.resident)
+    runs: list[int] = []
+
+    def make(values: Iterable[int]) -> None:
+        missing: set[int] = set()
+        todo = [producer[x] for x in values if x not in present]
+        while todo:
+            v = todo.pop()
+            if v not in missing:
+                missing.add(v)
+                todo.extend(producer[x] for x in graph.ops[v].inputs if x not in present)
+        for v in sorted(missing):
+            runs.append(v)
+            present.update(graph.ops[v].outputs)
+
+    stage_after = {t: j for j, t in enumerate(model.events)}
+    for i, op in enumerate(graph.ops):
+        j = stage_after.get(i)
+        make(op.inputs if j is None else {*op.inputs, *(x for x in kept[j] if producer[x] < i)})
+        runs.append(i)
+        if j is not None:
+            present.intersection_update({*graph.resident, *kept[j], *model.tiny, *op.inputs})
+        present.update(op.outputs)
+    return runs[:-1]
+
+
+def _needed(graph: Graph, t: int, tiny: frozenset[int]) -> set[int]:
+    """Values made by op ``t`` or before that something after it can need, be it through any number of re-runs."""
+    producer = graph.producer
+    need: set[int] = set()
+    todo = [x for i in range(t + 1, len(graph.ops)) for x in graph.ops[i].inputs if 0 <= producer[x] <= t]
+    while todo:
+        x = todo.pop()
+        if x not in need and x not in tiny:
+            need.add(x)
+            if not graph.ops[producer[x]].effect:
+                todo.extend(y for y in graph.ops[producer[x]].inputs if producer[y] >= 0)
+    return need
+
+
+def _tiny(graph: Graph, budget_bytes: int) -> frozenset[int]:
+    """The smallest values, as many as fit together in a share TINY of the budget."""
+    room = TINY * budget_bytes
+    tiny = []
+    for size, x in sorted((value.size_bytes, x) for x, value in enumerate(graph.values) if x not in graph.resident):
+        room -= size
+        if room < 0:
+            break
+        tiny.append(x)
+    return frozenset(tiny)
+
+
+def _grain(numbers: Iterable[int]) -> int:
+    """Greatest common divisor, 1 where there is nothing to divide."""
+    return max(1, math.gcd(*numbers))
+
+
+def _unit(numbers: Iterable[int], total: int) -> float:
+    """What to divide ``numbers`` by: their grain where that leaves small integers (good for the solver), else total / SCALE."""
+    grain = _grain(numbers)
+    return grain if total / grain <= 10 * SCALE else total / SCALE

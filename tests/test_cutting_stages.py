@@ -1,0 +1,182 @@
+"""Cutting stages: against brute force, against published optima, and its promises about time and interruption."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from graphs import Graph
+from graphs.importers import load_checkmate
+from graphs.synthetic import chain, random_layered, random_training
+from planner import Status, keep_all, plan, simulate, solve
+from planner.bounds import least_bytes, smallest_known
+from planner.stage_model import stage_model
+from tests.oracles import least_budget, least_time
+from tests.strategies import random_budget, random_graph
+
+GB = 2**30
+UNIT_NS = 10_000  # published costs are in units of 10 µs
+
+
+@pytest.mark.parametrize("seeds", [range(start, start + 40) for start in range(0, 200, 40)], ids=lambda r: f"from{r.start}")
+def test_never_wrong_against_brute_force(seeds: range) -> None:
+    """bound <= optimum <= plan for the graph's order; infeasible only where brute force finds nothing."""
+    proved = 0
+    for seed in seeds:
+        graph = random_graph(seed)
+        budget_bytes = random_budget(graph, seed)
+        best = least_time(graph, budget_bytes, keep_order=True)
+        found = solve(graph, budget_bytes, gap=0.0, time_limit_s=5)
+        assert found.bound_ns is not None
+        if best is None:
+            assert found.status in (Status.INFEASIBLE, Status.UNKNOWN), seed
+            continue
+        assert found.status is not Status.INFEASIBLE, seed
+        assert found.bound_ns <= best[0], seed
+        if found.time_ns is not None:
+            assert best[0] <= found.time_ns, seed
+            proved += found.status is Status.OPTIMAL and found.time_ns == best[0]
+    assert proved >= 0.9 * len(seeds)
+
+
+def test_a_proved_optimum_is_the_brute_force_optimum() -> None:
+    checked = 0
+    for seed in range(300, 400):
+        graph = random_graph(seed)
+        budget_bytes = random_budget(graph, seed)
+        found = solve(graph, budget_bytes, gap=0.0, time_limit_s=5)
+        if found.status is Status.OPTIMAL and found.restricted_bound_ns is None:
+            best = least_time(graph, budget_bytes, keep_order=True)
+            assert best is not None and best[0] == found.time_ns, seed
+            checked += 1
+    assert checked >= 80
+
+
+def test_below_the_least_budget_nothing_is_found() -> None:
+    refused = 0
+    for seed in range(60):
+        graph = random_graph(seed)
+        budget_bytes = least_budget(graph, keep_order=False) - 1
+        assert budget_bytes >= least_bytes(graph) - 1
+        status = solve(graph, budget_bytes, time_limit_s=2).status
+        assert status in (Status.INFEASIBLE, Status.UNKNOWN), seed
+        refused += status is Status.INFEASIBLE
+    assert refused >= 40
+
+
+def test_smallest_known_works_and_is_not_below_the_proved_minimum() -> None:
+    for seed in range(40):
+        graph = random_training(6, seed)
+        works, schedule = smallest_known(graph)
+        assert simulate(graph, schedule).peak_bytes == works >= least_bytes(graph)
+        assert solve(graph, works, time_limit_s=2).status is not Status.INFEASIBLE
+
+
+@pytest.mark.parametrize(("budget", "runs"), [(10, 17), (9, 18), (8, 19), (7, 20), (6, 21), (5, 22)])
+def test_unit_chain_of_eight_layers(budget: int, runs: int) -> None:
+    graph = chain(8)
+    unit_bytes, unit_ns = graph.values[0].size_bytes, graph.ops[0].time_ns
+    assert plan(graph, budget * unit_bytes, gap=0.0).time_ns == runs * unit_ns
+
+
+PUBLISHED = [
+    ("vgg16_176", 10, 250_600),
+    ("vgg16_176", 9, 251_383),
+    ("vgg16_176", 8, 255_828),
+    ("unet_11", 10, 192_792),
+    ("unet_11", 9, 193_682),
+    ("unet_11", 8, 194_811),
+    ("resnet50_184", 10, 108_048),
+    ("resnet50_184", 9, 109_042),
+    ("resnet50_184", 8, 110_154),
+    ("resnet50_184", 7, 111_580),
+]
+
+
+@pytest.mark.parametrize(("name", "gigabytes", "cost"), PUBLISHED)
+def test_published_instances_at_their_solved_budgets(data: Path, name: str, gigabytes: int, cost: int) -> None:
+    graph = load_checkmate(data / "checkmate_instances" / f"{name}.json")
+    found = solve(graph, gigabytes * GB, gap=1e-5, time_limit_s=60)
+    assert found.time_ns is not None and found.gap is not None
+    assert found.time_ns <= 1.0001 * cost * UNIT_NS
+    assert found.gap <= 1e-4
+    assert found.status is Status.OPTIMAL or found.gap > 1e-5
+
+
+def test_vgg16_in_seven_gigabytes_is_refused(data: Path) -> None:
+    graph = load_checkmate(data / "checkmate_instances" / "vgg16_176.json")
+    assert solve(graph, 7 * GB).status is Status.INFEASIBLE
+
+
+def test_the_bound_grows_with_the_events_and_shrinks_with_the_budget() -> None:
+    graph = random_training(12, 3)
+    peak_bytes = simulate(graph, keep_all(graph)).peak_bytes
+    middle = len(graph.ops) // 2
+
+    def bound_ns(share: float, events: list[int]) -> int:
+        model = stage_model(graph, int(share * peak_bytes), events)
+        bound = model.bound_ns(model.milp.minimise(time_limit_s=10))
+        assert bound is not None
+        return bound
+
+    assert bound_ns(0.8, [middle]) <= bound_ns(0.8, [middle - 2, middle]) <= bound_ns(0.8, [middle - 2, middle, middle + 3])
+    assert bound_ns(0.9, [middle]) <= bound_ns(0.8, [middle]) <= bound_ns(0.7, [middle])
+
+
+def test_same_seed_same_plan() -> None:
+    graph = random_training(20, 1)
+    budget_bytes = int(0.7 * simulate(graph, keep_all(graph)).peak_bytes)
+    assert solve(graph, budget_bytes).schedule == solve(graph, budget_bytes).schedule
+
+
+def test_a_start_is_never_made_worse() -> None:
+    graph = random_training(20, 2)
+    budget_bytes = int(0.6 * simulate(graph, keep_all(graph)).peak_bytes)
+    first = solve(graph, budget_bytes, gap=0.0, time_limit_s=10)
+    assert first.time_ns is not None
+    again = solve(graph, budget_bytes, start=first.schedule, time_limit_s=0.001)
+    assert again.time_ns is not None and again.time_ns <= first.time_ns
+
+
+def tight() -> tuple[Graph, int]:
+    """A random layered graph whose bound does not close in a minute."""
+    graph = random_layered("RL2", 0)
+    return graph, int(0.8 * simulate(graph, keep_all(graph)).peak_bytes)
+
+
+def test_the_time_limit_is_kept() -> None:
+    graph, budget_bytes = tight()
+    began = time.perf_counter()
+    found = solve(graph, budget_bytes, gap=0.0, time_limit_s=3)
+    assert time.perf_counter() - began <= 3 * 1.1 + 1
+    assert found.bound_ns is not None and found.bound_ns > graph.keep_all_time_ns
+
+
+def test_progress_tells_times_bounds_and_phases() -> None:
+    graph = random_training(20, 1)
+    told: list[dict[str, object]] = []
+    found = solve(graph, int(0.6 * simulate(graph, keep_all(graph)).peak_bytes), progress=lambda **now: told.append(now))
+    assert told and told[-1]["bound_ns"] == found.bound_ns
+    assert all(now.keys() == {"time_ns", "bound_ns", "phase"} for now in told)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="sends SIGINT")
+def test_interrupting_returns_what_was_found() -> None:
+    script = (
+        "from tests.test_cutting_stages import tight\nfrom planner import solve\n"
+        "graph, budget = tight()\nprint('ready', flush=True)\n"
+        "found = solve(graph, budget, gap=0.0, time_limit_s=100)\n"
+        "print(found.notes['stopped'], found.bound_ns > graph.keep_all_time_ns)\n"
+    )
+    root = Path(__file__).resolve().parents[1]
+    child = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd=root)
+    assert child.stdout is not None and child.stdout.readline() == "ready\n"
+    time.sleep(4)
+    child.send_signal(signal.SIGINT)
+    out, _ = child.communicate(timeout=15)
+    assert child.returncode == 0
+    assert out.splitlines()[-1] == "interrupted True"
