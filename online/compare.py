@@ -73,7 +73,7 @@ class Difference:
             f"{graph.name} in {format_bytes(plan_.budget_bytes)}",
             f"  {plan_.method:<18} {_describe(plan_.time_ns, plan_.peak_bytes, graph, plan_.schedule)}"
             + (f", proved within {plan_.gap:.2%}" if plan_.gap is not None else f", {plan_.status}"),
-            f"  online {run_.heuristic:<11} {_describe(run_.time_ns, run_.peak_bytes, graph, run_.schedule)}"
+            f"  online {run_.rule:<11} {_describe(run_.time_ns, run_.peak_bytes, graph, run_.schedule)}"
             + (f", {self.distance:.2%} above the bound" if self.distance is not None else f", {run_.status}"),
         ]
         extra = self.extra_ns
@@ -194,8 +194,8 @@ def compare(
             measured[plan.method] = trials.planned(plan)
         for run_ in runs:
             if trials is not None and run_.completed:
-                say(f"executing online {run_.heuristic} in {where}")
-                measured[run_.plan().method] = trials.online(budget_bytes, run_.heuristic)
+                say(f"executing online {run_.rule} in {where}")
+                measured[run_.plan().method] = trials.online(budget_bytes, run_.rule)
         blocks.append(Block(budget_bytes, plan, tuple(runs), measured))
     return Comparison(graph, whole, tuple(blocks), trials.plain if trials else None)
 

@@ -93,10 +93,15 @@ class Run:
         base = self.graph.keep_all_time_ns
         return None if self.time_ns is None or not base else self.time_ns / base - 1
 
+    @property
+    def rule(self) -> str:
+        """The heuristic, with what differs from the default options behind plus signs; ``run`` takes it back."""
+        return self.heuristic + "+reclaim" * self.reclaim + f"+{self.release}" * (self.release != Release.EAGER)
+
     def plan(self) -> Plan:
         """The recorded schedule as a Plan: FEASIBLE, or UNKNOWN where the run stopped. Nothing is proved by it.
 
-        Its method is ``online:heuristic``, with what differs from the default options behind a plus sign.
+        Its method is ``online:`` and the rule.
         """
         notes = {"status": str(self.status)} | asdict(self.counters)
         if self.failure is not None:
@@ -105,7 +110,7 @@ class Run:
             self.graph,
             self.budget_bytes,
             self.schedule if self.completed else None,
-            method=f"online:{self.heuristic}" + "+reclaim" * self.reclaim + f"+{self.release}" * (self.release != Release.EAGER),
+            method=f"online:{self.rule}",
             seed=self.seed,
             wall_s=self.wall_s,
             notes=notes,
@@ -132,7 +137,7 @@ def run(
     """Run a graph online: ops in graph order, storages evicted when the next op would not fit, rebuilt when they are read.
 
     budget        bytes (int, "6GiB") or a share of the keep-all peak (float in (0, 1]); counts everything the graph holds
-    heuristic     a name of ``online.HEURISTICS``
+    heuristic     a name of ``online.HEURISTICS``; "+reclaim", "+ignore" and "+banish" behind it set the next two
     release       what to do with a value after its last read: "eager" (evict it), "ignore", "banish" (free it for good)
     reclaim       evict such a value again as soon as the rebuild that needed it is done with it (not in the DTR paper)
     thrash_limit  stop when all runs take this many times the keep-all time, or a thousand runs per op
@@ -145,6 +150,12 @@ def run(
     the op that would break the budget is run. Raises InfeasibleBudget where no schedule at all fits, InputError for what
     cannot be used.
     """
+    heuristic, *extras = heuristic.split("+")
+    for extra in extras:
+        if extra == "reclaim":
+            reclaim = True
+        else:
+            release = extra
     evict = rule(heuristic)
     policy = release_policy(release)
     if not thrash_limit >= 1:

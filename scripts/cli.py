@@ -81,7 +81,11 @@ def parser() -> argparse.ArgumentParser:
     _target(command)
     _budget(command, several=True)
     command.add_argument(
-        "--heuristic", action="append", metavar="RULE", help="online rule, may be given several times (default: dtr)"
+        "--heuristic",
+        action="append",
+        metavar="RULE",
+        help="online rule: dtr, dtr_eq, local, lru, size, msps, random; +reclaim evicts rebuilt dead values at once "
+        "(dtr+reclaim); may be given several times (default: dtr)",
     )
     _solver(command)
     command.add_argument("--execute", action="store_true", help="also train one step each way and measure time, peak, gradients")
@@ -99,7 +103,9 @@ def parser() -> argparse.ArgumentParser:
     command = _command(commands, "run", _run, "run an online rule under a budget")
     _target(command)
     _budget(command)
-    command.add_argument("--heuristic", default="dtr", metavar="RULE", help="online rule (default: dtr)")
+    command.add_argument(
+        "--heuristic", default="dtr", metavar="RULE", help="online rule, such as dtr, lru, dtr+reclaim (default: dtr)"
+    )
     command.add_argument("--seed", type=int, default=0, help="seed of everything random (default: 0)")
     command.add_argument("--execute", action="store_true", help="run on real tensors and measure")
     command.add_argument("--out", metavar="FILE", help="save the recorded schedule as a plan")

@@ -85,7 +85,7 @@ def draw_comparison(comparison: Comparison, path: str) -> None:
         block = min(planned, key=lambda b: b.budget_bytes)
         assert block.plan.schedule is not None
         schedules = {"keep everything": keep_all(graph), block.plan.method: block.plan.schedule}
-        schedules |= {f"{run.heuristic} (online)": run.schedule for run in block.runs if run.completed}
+        schedules |= {f"{run.rule} (online)": run.schedule for run in block.runs if run.completed}
         draw_memory(axes[0][1], graph, schedules, block.budget_bytes)
         whole = comparison.keep_all.budget_bytes
         axes[0][1].set_title(f"{graph.name} in {block.budget_bytes / whole:.0%} of the keep-all peak")

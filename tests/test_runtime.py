@@ -417,3 +417,13 @@ def test_no_run_beats_the_optimum(case: tuple[Graph, int], heuristic: str) -> No
     assert best is not None
     if done.time_ns is not None:
         assert best[0] <= done.time_ns
+
+
+def test_a_rule_names_its_options() -> None:
+    graph = chain(8)
+    named, spelt = run(graph, 0.6, heuristic="dtr+reclaim"), run(graph, 0.6, heuristic="dtr", reclaim=True)
+    assert named.schedule == spelt.schedule and named.rule == spelt.rule == "dtr+reclaim"
+    assert named.plan().method == "online:dtr+reclaim"
+    assert run(graph, 1.0, heuristic="lru+banish").rule == "lru+banish"
+    with pytest.raises(InputError, match="unknown release policy 'never'"):
+        run(graph, 1.0, heuristic="dtr+never")
