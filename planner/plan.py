@@ -123,14 +123,18 @@ def step_of(
     return with_costs(capture(model, inputs, loss=loss, device=device, autocast=autocast), costs)
 
 
-def with_costs(step: Step, costs: str, *, device_name: str | None = None) -> Step:
-    """The step with its ops priced: "roofline" (for ``device_name``, or the device it is on) or "measured" there."""
+def with_costs(step: Step, costs: str, *, progress: Callable[[int, int], None] | None = None) -> Step:
+    """The step with its ops priced for the device it is on.
+
+    costs     "roofline": modelled from FLOPs and bytes; "measured": every distinct op timed there, once (cached on disk)
+    progress  called with how many ops are timed and how many there are (default: a bar on a terminal)
+    """
     if costs == "roofline":
         from graphs.costs import roofline
 
-        return roofline(step) if device_name is None else roofline(step, device_name)
+        return roofline(step)
     if costs == "measured":
         from graphs.profile import measured
 
-        return measured(step)
+        return measured(step, progress=progress)
     raise InputError(f"unknown costs {costs!r}; there are: roofline, measured")

@@ -209,7 +209,9 @@ class Loaded:
         status(f"capturing {name}")
         step = capture(model, self.inputs, loss=loss, name=Path(name).stem if ":" in name else name)
         status(f"pricing {len(step.graph.ops)} ops ({arguments.costs})")
-        self.step = with_costs(step, arguments.costs)
+        self.step = with_costs(
+            step, arguments.costs, progress=lambda done, total: status(f"timing distinct ops: {done} of {total}")
+        )
         self.graph = self.step.graph
 
     @property

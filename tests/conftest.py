@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+# Tests run side by side, and torch would start a thread per core in each; set before anything imports it.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # The same examples in every run, none timed: other work on the machine must not fail a test.
 settings.register_profile("belady", deadline=None, derandomize=True, database=None)
 settings.load_profile("belady")
