@@ -104,11 +104,10 @@ def stage_model(graph: Graph, budget_bytes: int, events: Sequence[int], inside: 
     model = StageModel(graph, tuple(events), milp, keep, rerun, tiny, unit_ns)
 
     for j, t in enumerate(events):
-        held = [*((x, k) for x, k in keep[j].items() if size[x])]
         # What runs at t_j and is dead afterwards has no variable, but is there.
         dead = sum(size[x] for x in running[j] - needed[j])
         fixed = graph.resident_bytes + graph.ops[t].workspace_bytes + dead
-        milp.at_most((budget_bytes - fixed) / unit_bytes, [(k, size[x] / unit_bytes) for x, k in held])
+        milp.at_most((budget_bytes - fixed) / unit_bytes, [(k, size[x] / unit_bytes) for x, k in keep[j].items()])
         _use_and_carry(model, j)
     for w, v in inside:
         _inside(model, w, v, budget_bytes, unit_bytes)

@@ -1,13 +1,15 @@
 """Cutting stages: Checkmate's optimum from the few stages that bind, with a certificate. This project's own method.
 
-Memory is tight around a few moments. A MILP with stages at those events only (``stage_model``) bounds from below every
-schedule that keeps the graph's order of first executions, and its solution, walked, usually is a schedule that attains the
-bound. Where the walk overflows the budget, the overflow says which event was missing; each round adds some. Meanwhile list
-walks that hold on to what the MILP keeps (``repair``) find schedules that do fit.
+Memory is tight around a few moments. A MILP with stages at those events only (``planner.stage_model``) bounds from below
+every schedule that keeps the graph's order of first executions, and its solution, walked, often is a schedule that attains
+the bound. Where the walk overflows the budget, the overflow says which event or row was missing; each round adds some.
+Meanwhile list walks that hold on to what the MILP keeps (``planner.weight_search``) find schedules that do fit.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,19 +17,21 @@ from typing import Any
 
 from graphs.ir import Graph
 from planner.bounds import least_bytes
-from planner.list_walk import ListWalk
-from planner.milp import Outcome
+from planner.milp import Answer, Outcome
 from planner.result import Plan
 from planner.schedule import Compute, Schedule, keep_all, with_frees
-from planner.simulate import Trace, simulate
-from planner.stage_model import stage_model, walk
+from planner.simulate import simulate
+from planner.stage_model import Inside, StageModel, stage_model, walk, with_end
+from planner.weight_search import WeightSearch
 
 METHOD = "cutting_stages"
 SHRINK = (0.97, 0.94, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5)  # budgets of the one-event MILPs that guide list walks
-GRIPS = (1.0, 10.0, 100.0, 1000.0)  # how much more a list walk values what the MILP keeps
-GUIDE_AFTER = 2  # rounds
-SOLVER_SHARE = 0.1  # of the asked gap may be lost inside the solver; the walk needs the rest
-NEW_EVENTS = 2  # events added a round at most
+NEW_PER_ROUND = 2  # events or rows added a round at most
+WORK = 20_000  # ops that list walks may run in the first round; more each round
+IDLE_ROUNDS = 10  # stop after as many searches in a row that found nothing, when there is no event left to add
+NODES = 2_000  # branch-and-bound nodes of one MILP at most
+CHEAP_ROUNDS, CHEAP_VARIABLES = 3, 4_000  # what is this small is solved more exactly than asked:
+EXACT = 0.02  # to this share of the asked gap
 
 
 def solve(
@@ -42,15 +46,16 @@ def solve(
 ) -> Plan:
     """The cheapest schedule found, and a bound on all schedules that keep the graph's order of first executions.
 
-    gap           stop when (time - bound) / time is at most this
+    gap           stop when (time - bound) / time is at most this; small graphs are solved more exactly where that is cheap
     time_limit_s  stop after this long; Ctrl-C stops at once. Either way the best schedule and bound so far are returned
     start         a schedule to begin with; its order of first executions may be another
-    progress      called as ``progress(time_ns=..., bound_ns=..., phase=...)`` where one of them changed (None: unknown yet)
+    progress      called as ``progress(time_ns=..., bound_ns=..., phase=...)`` where one of them changed (None: not known)
 
     The status is INFEASIBLE where no schedule fits at all, or (``notes["infeasible"]`` says so) none with this order.
+    Unless the time limit struck (``notes["stopped"]``), the same arguments give the same plan.
     """
-    search = _Search(graph, budget_bytes, gap, time.perf_counter() + time_limit_s, seed, progress)
     began = time.perf_counter()
+    search = _Search(graph, budget_bytes, gap, began + time_limit_s, seed, progress)
     try:
         _run(search, start)
     except KeyboardInterrupt:
@@ -63,6 +68,7 @@ def solve(
         seed=seed,
         wall_s=time.perf_counter() - began,
         bound_ns=search.bound_ns,
+        restricted_bound_ns=search.restricted_bound_ns,
         gap=gap,
         infeasible="infeasible" in search.notes,
         notes=search.notes,
@@ -73,110 +79,145 @@ def _run(search: _Search, start: Schedule | None) -> None:
     """The method, step by step."""
     graph = search.graph
     if least_bytes(graph) > search.budget_bytes:
-        search.notes["infeasible"] = "no schedule in any order fits: the least bytes of an op or of the outputs exceed the budget"
+        search.notes["infeasible"] = "no schedule in any order fits: an op alone, or the outputs together, exceed the budget"
         return
     whole = keep_all(graph)
     search.offer(whole, "keep all")
     search.offer(start, "start")
-    _rounds(search, _next_first_run(graph, whole, simulate(graph, whole).peak_step))
+    if search.closed(search.gap):
+        return
+    search.walks.start()
+    search.take_walk()
+    tightest = _next_first_run(graph, whole, simulate(graph, whole).peak_step)
+    if _rounds(search, tightest):
+        _search_on(search)
 
 
-def _rounds(search: _Search, tightest: int) -> None:
-    """Solve for the events so far, walk the solution, add the events where it overflows; until closed or none is left to add.
-
-    Most often the tightest event alone closes it. Where it does not, list walks guided by the solutions find schedules.
-    """
-    graph = search.graph
-    list_walk = ListWalk(graph, search.budget_bytes)
-    events = [tightest]
-    rounds = 0
-    while not search.closed:
-        model = stage_model(graph, search.budget_bytes, events)
-        answer = model.milp.minimise(
-            time_limit_s=search.left_s,
-            gap=SOLVER_SHARE * search.gap_cost(model.unit_ns),
-            cutoff=search.cutoff(model.unit_ns),
-            seed=search.seed,
-        )
-        rounds += 1
-        search.notes["events"] = len(events)
+def _rounds(search: _Search, tightest: int) -> bool:
+    """Solve for the events so far, walk the solution, add what it overflows; until closed (False) or nothing is left to add."""
+    graph, closed_graph = search.graph, with_end(search.graph)
+    events, inside = [tightest], list[Inside]()
+    finest_ns = EXACT * search.gap * search.base
+    tolerance_ns = finest_ns
+    for round_ in itertools.count(1):
+        model = stage_model(closed_graph, search.budget_bytes, events, inside)
+        cheap = round_ <= CHEAP_ROUNDS and len(model.milp.cost) <= CHEAP_VARIABLES
+        aim = EXACT * search.gap if cheap else search.gap
+        answer = _minimise(search, model, finest_ns if cheap else tolerance_ns, aim)
+        search.notes.update(events=len(events), inside_rows=len(inside), rounds=round_)
         if answer.outcome is Outcome.INFEASIBLE:
-            search.notes["infeasible"] = "no schedule with this order of first executions fits"
-            return
-        search.raise_bound(model.bound_ns(answer))
+            space = "in Checkmate's space" if inside else "with this order of first executions"
+            search.notes["infeasible"] = f"no schedule {space} fits"
+            return False
+        search.raise_bound(model.bound_ns(answer), restricted=bool(inside))
         if answer.values is None:
-            break
+            return not search.closed(search.gap)
+
         kept = model.kept(answer)
-        schedule = with_frees(graph, walk(graph, events, kept))
-        trace = simulate(graph, schedule)
+        schedule = with_frees(graph, walk(model, kept))
         search.offer(schedule, "walk")
-        if search.closed:
-            return
-        _list_walks(search, list_walk, events, kept)
-        if rounds == GUIDE_AFTER:
-            _guide(search, list_walk, tightest)
-        new = _events_to_add(graph, schedule, trace, search.budget_bytes, events)
-        if not new:
-            search.notes["stopped"] = "no event left to add"
-            return
-        events = sorted((*events, *new))
-    if not search.closed:
-        search.notes["stopped"] = "time limit"
+        if search.closed(aim):
+            return False
+        search.walks.guide(list(zip(events, kept, strict=True)))
+        if round_ == 1:
+            _guide(search, closed_graph, tightest)
+        search.walks.improve(min(round_, 5) * WORK)
+        search.take_walk()
+        if search.closed(aim):
+            return False
+
+        more_events, more_inside = _missing(search, schedule, events, inside)
+        events = sorted((*events, *more_events))
+        inside.extend(more_inside)
+        if more_events or more_inside:
+            tolerance_ns = max(finest_ns, 0.25 * search.distance_ns)
+        elif tolerance_ns > finest_ns:
+            tolerance_ns = max(finest_ns, 0.1 * tolerance_ns)
+        else:
+            return True
+    raise AssertionError("unreachable")
 
 
-def _guide(search: _Search, list_walk: ListWalk, event: int) -> None:
-    """More schedules: one-event MILPs at shrunk budgets say what list walks under the true budget should hold on to."""
+def _guide(search: _Search, closed_graph: Graph, event: int) -> None:
+    """Early schedules: one-event MILPs at shrunk budgets say what list walks under the true budget should hold on to."""
     for share in SHRINK:
-        if search.closed:
+        model = stage_model(closed_graph, int(share * search.budget_bytes), [event])
+        answer = model.milp.minimise(
+            time_limit_s=search.left_s, gap=0.002 * search.base / model.unit_ns, node_limit=50, seed=search.seed
+        )
+        if answer.values is None or search.closed(search.gap):
             return
-        model = stage_model(search.graph, int(share * search.budget_bytes), [event])
-        answer = model.milp.minimise(time_limit_s=min(2.0, search.left_s), gap=search.gap_cost(model.unit_ns), seed=search.seed)
-        if answer.values is None:
-            return
-        _list_walks(search, list_walk, [event], model.kept(answer))
+        search.walks.guide([(event, model.kept(answer)[0])])
+        search.take_walk()
 
 
-def _list_walks(search: _Search, list_walk: ListWalk, events: Sequence[int], kept: Sequence[frozenset[int]]) -> None:
-    for grip in GRIPS:
-        if search.closed:
-            return
-        runs = list_walk(hold=list(zip(events, kept, strict=True)), grip=grip)
-        search.offer(None if runs is None else with_frees(search.graph, runs), "list walk")
+def _search_on(search: _Search) -> None:
+    """No event left to add, or the MILP too hard: search among list walks until they find nothing for long."""
+    idle = 0
+    while idle < IDLE_ROUNDS and not search.closed(search.gap):
+        before = search.walks.time_ns
+        search.walks.improve(WORK)
+        search.take_walk()
+        idle = 0 if search.walks.time_ns < before else idle + 1
 
 
-def _events_to_add(graph: Graph, schedule: Schedule, trace: Trace, budget_bytes: int, events: Sequence[int]) -> list[int]:
-    """First executions next after the worst overflows, each in another stage; or just before, where that is an event already."""
-    over = sorted((s for s, held in enumerate(trace.memory_bytes) if held > budget_bytes), key=lambda s: -trace.memory_bytes[s])
-    new: list[int] = []
-    hit: set[int] = set()
+def _minimise(search: _Search, model: StageModel, tolerance_ns: float, aim: float) -> Answer:
+    """Solve the MILP to a tolerance; costs from which on the gap is closed to ``aim`` need not be told apart."""
+    cutoff = math.inf
+    if search.time_ns is not None:
+        cutoff = ((1 - aim) * search.time_ns - search.base) / model.unit_ns + 0.01
+    return model.milp.minimise(
+        time_limit_s=search.left_s, gap=tolerance_ns / model.unit_ns, cutoff=cutoff, node_limit=NODES, seed=search.seed
+    )
+
+
+def _missing(
+    search: _Search, schedule: Schedule, events: Sequence[int], inside: Sequence[Inside]
+) -> tuple[list[int], list[Inside]]:
+    """Events and inside rows for the worst overflows of a walk, each in a stage of its own.
+
+    An overflow while op v runs, with w the first execution at or next after it, asks for an event at w; if that is there
+    and v is a re-run, for the inside row (w, v) and the event w - 1 that it needs.
+    """
+    held_bytes = simulate(search.graph, schedule).memory_bytes
+    over = [s for s, held in enumerate(held_bytes) if held > search.budget_bytes and isinstance(schedule[s], Compute)]
+    over.sort(key=lambda s: -held_bytes[s])
+    more_events: list[int] = []
+    more_inside: list[Inside] = []
+    stages: set[int] = set()
     for s in over:
-        after = _next_first_run(graph, schedule, s)
-        stage = sum(t < after for t in events)
-        if stage in hit:
+        step = schedule[s]
+        assert isinstance(step, Compute)
+        v, w = step.op, _next_first_run(search.graph, schedule, s)
+        stage = sum(t < w for t in events)
+        if stage in stages or len(stages) == NEW_PER_ROUND:
             continue
-        fresh = [t for t in (after, after - 1) if t >= 0 and t not in events]
-        if fresh:
-            hit.add(stage)
-            new.append(fresh[0])
-            if len(new) == NEW_EVENTS:
-                break
-    return new
+        if w not in events:
+            more_events.append(w)
+        elif v != w and (w, v) not in inside:
+            more_inside.append((w, v))
+            if w - 1 not in events and w - 1 not in more_events:
+                more_events.append(w - 1)
+        else:
+            continue
+        stages.add(stage)
+    return more_events, more_inside
 
 
 def _next_first_run(graph: Graph, schedule: Schedule, at: int) -> int:
-    """The op that runs for the first time at step ``at`` or next after it; the last op where none does."""
+    """The op that runs for the first time at step ``at`` or next after it; the number after the last op where none does."""
     seen: set[int] = set()
     for s, step in enumerate(schedule):
         if isinstance(step, Compute) and step.op not in seen:
             seen.add(step.op)
             if s >= at:
                 return step.op
-    return len(graph.ops) - 1
+    return len(graph.ops)
 
 
 @dataclass
 class _Search:
-    """What is known so far: the best schedule, the best bound, and when to stop."""
+    """What is known so far: the best schedule, the best bounds, and when to stop."""
 
     graph: Graph
     budget_bytes: int
@@ -187,21 +228,31 @@ class _Search:
     best: Schedule | None = None
     time_ns: int | None = None
     bound_ns: int = 0
+    restricted_bound_ns: int | None = None
     notes: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.bound_ns = self.graph.keep_all_time_ns
+        self.base = self.bound_ns = self.graph.keep_all_time_ns
+        self.walks = WeightSearch(self.graph, self.budget_bytes, self.seed)
 
     @property
     def left_s(self) -> float:
         return max(0.01, self.deadline - time.perf_counter())
 
     @property
-    def closed(self) -> bool:
-        """Proved within the gap, or out of time."""
-        if self.time_ns is not None and self.time_ns - self.bound_ns <= self.gap * self.time_ns:
+    def distance_ns(self) -> float:
+        """From the best bound to the best schedule; without a schedule, 1 % of the keep-all time."""
+        bound = max(self.bound_ns, self.restricted_bound_ns or 0)
+        return 0.01 * self.base if self.time_ns is None else self.time_ns - bound
+
+    def closed(self, gap: float) -> bool:
+        """Proved within the gap, or out of time (which the notes then say)."""
+        if self.time_ns is not None and self.distance_ns <= gap * self.time_ns:
             return True
-        return time.perf_counter() >= self.deadline
+        if time.perf_counter() < self.deadline:
+            return False
+        self.notes["stopped"] = "time limit"
+        return True
 
     def offer(self, schedule: Schedule | None, phase: str) -> None:
         """Keep a schedule that fits and is the cheapest so far."""
@@ -213,22 +264,22 @@ class _Search:
             self.notes["found_by"] = phase
             self._report(phase)
 
-    def raise_bound(self, bound_ns: int | None) -> None:
-        if bound_ns is not None and bound_ns > self.bound_ns:
-            self.bound_ns = bound_ns if self.time_ns is None else min(bound_ns, self.time_ns)
-            self._report("bound")
+    def take_walk(self) -> None:
+        """Offer the best list walk, where it is news."""
+        if self.walks.runs is not None and (self.time_ns is None or self.walks.time_ns < self.time_ns):
+            self.offer(with_frees(self.graph, self.walks.runs), "list walk")
 
-    def gap_cost(self, unit_ns: float) -> float:
-        """The asked gap as extra time in a model's units."""
-        return self.gap * (self.time_ns or self.graph.keep_all_time_ns) / unit_ns
-
-    def cutoff(self, unit_ns: float) -> float:
-        """Extra time from which on a bound closes the gap: nothing above needs to be told apart."""
-        if self.time_ns is None:
-            return float("inf")
-        # Halfway into the gap, so that rounding the bound down still closes it.
-        return ((1 - 0.5 * self.gap) * self.time_ns - self.graph.keep_all_time_ns) / unit_ns + 0.01
+    def raise_bound(self, bound_ns: int | None, *, restricted: bool) -> None:
+        """Note a proved bound. A schedule in hand caps it: that is then optimal, whatever else rounding may say."""
+        if bound_ns is None:
+            return
+        if restricted:
+            self.restricted_bound_ns = max(bound_ns, self.restricted_bound_ns or 0)
+        else:
+            self.bound_ns = max(self.bound_ns, bound_ns if self.time_ns is None else min(bound_ns, self.time_ns))
+        self._report("bound")
 
     def _report(self, phase: str) -> None:
         if self.progress is not None:
-            self.progress(time_ns=self.time_ns, bound_ns=self.bound_ns, phase=phase)
+            bound_ns = max(self.bound_ns, self.restricted_bound_ns or 0)
+            self.progress(time_ns=self.time_ns, bound_ns=bound_ns, phase=phase)
