@@ -70,7 +70,7 @@ def plan(
         **options,
     )
     if found.status is Status.INFEASIBLE:
-        raise infeasible(graph, budget_bytes)
+        raise infeasible(graph, budget_bytes, found)
     if found.status is Status.UNKNOWN:
         raise NoScheduleFound(
             f"{method} found no schedule of {graph.name} in {budget_bytes:,} bytes ({format_bytes(budget_bytes)}) within "
@@ -92,12 +92,17 @@ def solve(graph: Graph, budget_bytes: int, *, method: str = "cutting_stages", **
     return run(graph, budget_bytes, **options)
 
 
-def infeasible(graph: Graph, budget_bytes: int) -> InfeasibleBudget:
-    """The error for a budget that is proved too small: with what is proved and what is known to work."""
-    proved, works = max(least_bytes(graph), budget_bytes + 1), smallest_known(graph)[0]
+def infeasible(graph: Graph, budget_bytes: int, plan: Plan | None = None) -> InfeasibleBudget:
+    """The error for a budget that is proved too small: what is proved, and what is known to work.
+
+    plan  of status INFEASIBLE: where its proof is for one order of first executions, the message says so
+    """
+    proved, works = least_bytes(graph), smallest_known(graph)[0]
+    reason = f": {plan.notes.get('infeasible')}" if plan is not None and proved <= budget_bytes else ""
+    asked = f"{budget_bytes:,} bytes ({format_bytes(budget_bytes)})"
     return InfeasibleBudget(
-        f"{graph.name} cannot run in {budget_bytes:,} bytes ({format_bytes(budget_bytes)}): every schedule needs at least "
-        f"{proved:,}; the smallest budget known to work is {works:,} ({format_bytes(works)})",
+        f"{graph.name} cannot run in {asked}{reason}; every schedule needs at least "
+        f"{proved:,} bytes, and the smallest budget known to work is {works:,} ({format_bytes(works)})",
         budget_bytes=budget_bytes,
         proved_bytes=proved,
         works_bytes=works,

@@ -271,7 +271,7 @@ def _diff(arguments: argparse.Namespace) -> int:
     statuses = {block.plan.status for block in comparison.blocks}
     for block in comparison.blocks:
         if block.plan.status is Status.INFEASIBLE:
-            print(f"belady: {infeasible(comparison.graph, block.budget_bytes)}", file=sys.stderr)
+            print(f"belady: {infeasible(comparison.graph, block.budget_bytes, block.plan)}", file=sys.stderr)
     return BAD_INPUT if Status.INFEASIBLE in statuses else NOTHING_FOUND if Status.UNKNOWN in statuses else DONE
 
 
@@ -394,7 +394,7 @@ def _info(arguments: argparse.Namespace) -> int:
 
 def _outcome(plan: Plan) -> int:
     if plan.status is Status.INFEASIBLE:
-        raise infeasible(plan.graph, plan.budget_bytes)
+        raise infeasible(plan.graph, plan.budget_bytes, plan)
     if plan.status is Status.UNKNOWN:
         raise NoScheduleFound(
             f"{plan.method} found no schedule of {plan.graph.name} in {plan.budget_bytes:,} bytes within {plan.wall_s:.1f} s, "

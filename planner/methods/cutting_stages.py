@@ -106,8 +106,12 @@ def _rounds(search: _Search, tightest: int) -> bool:
         answer = _minimise(search, model, finest_ns if cheap else tolerance_ns, aim)
         search.notes.update(events=len(events), inside_rows=len(inside), rounds=round_)
         if answer.outcome is Outcome.INFEASIBLE:
-            space = "in Checkmate's space" if inside else "with this order of first executions"
-            search.notes["infeasible"] = f"no schedule {space} fits"
+            if inside:  # schedules outside of that space may fit
+                search.notes["stopped"] = "no schedule in Checkmate's space fits"
+            elif search.best is None:
+                search.notes["infeasible"] = "no schedule with this order of first executions fits"
+            else:
+                search.notes["stopped"] = "only the start, in another order of first executions, fits"
             return False
         search.raise_bound(model.bound_ns(answer), restricted=bool(inside))
         if answer.values is None:
