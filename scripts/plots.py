@@ -38,16 +38,17 @@ def draw_overhead(axes: Axes, rows: Sequence[dict[str, Any]]) -> None:
             bounds[share] = max(bounds.get(share, 0.0), 100 * (row["bound_ns"] / base - 1))
     bounds.setdefault(1.0, 0.0)
     shares = sorted(bounds)
+    left = min(shares) - 0.03
     # What is proved for a budget holds for every smaller one, and for nothing between it and the next larger: steps.
-    ground = [bounds[share] for share in shares]
-    axes.fill_between(shares, ground, color="0.85", step="pre", linewidth=0, label="proved impossible in this order")
+    ground = [bounds[shares[0]], *(bounds[share] for share in shares)]
+    axes.fill_between([left, *shares], ground, color="0.85", step="pre", linewidth=0, label="proved impossible in this order")
     reference = lines.pop("keep_all", [(1.0, 0.0)])
     axes.plot(*zip(*sorted(reference), strict=True), "k*", markersize=9, label="keep everything", clip_on=False, zorder=5)
     for number, (method, points) in enumerate(lines.items()):
         style = {"color": COLOURS[number % len(COLOURS)], "marker": MARKERS[number % len(MARKERS)], "markersize": 5}
         label = method.removeprefix("online:") + (" (online)" if method.startswith("online:") else "")
         axes.plot(*zip(*sorted([*points, (1.0, 0.0)]), strict=True), label=label, **style)  # type: ignore[arg-type]
-    axes.set(xlabel="budget / keep-all peak", ylabel="overhead (%)", xlim=(min(shares) - 0.03, 1.02))
+    axes.set(xlabel="budget / keep-all peak", ylabel="overhead (%)", xlim=(left, 1.02))
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
