@@ -69,13 +69,13 @@ def test_below_the_least_budget_nothing_is_found() -> None:
 
 
 def test_what_is_known_to_work_is_never_called_infeasible() -> None:
-    for seed in range(40):
+    for seed in range(26, 36):
         graph = random_training(6, seed)
         works, schedule = smallest_known(graph)
         assert simulate(graph, schedule).peak_bytes == works >= least_bytes(graph)
         # Seed 32 fits only outside of Checkmate's space: inside rows then prove nothing about the budget.
-        assert solve(graph, works, time_limit_s=2).status is not Status.INFEASIBLE
-        assert solve(graph, works, start=schedule, time_limit_s=2).status in (Status.OPTIMAL, Status.FEASIBLE)
+        assert solve(graph, works, time_limit_s=1).status is not Status.INFEASIBLE
+        assert solve(graph, works, start=schedule, time_limit_s=0.2).status in (Status.OPTIMAL, Status.FEASIBLE)
 
 
 @pytest.mark.parametrize(("budget", "runs"), [(10, 17), (9, 18), (8, 19), (7, 20), (6, 21), (5, 22)])
@@ -169,16 +169,20 @@ def test_progress_tells_times_bounds_and_phases() -> None:
 @pytest.mark.skipif(os.name != "posix", reason="sends SIGINT")
 def test_interrupting_returns_what_was_found() -> None:
     script = (
-        "from tests.test_cutting_stages import tight\nfrom planner import solve\n"
+        "import signal\nfrom tests.test_cutting_stages import tight\nfrom planner import solve\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a parent in the background may have it ignored
         "graph, budget = tight()\nprint('ready', flush=True)\n"
         "found = solve(graph, budget, gap=0.0, time_limit_s=100)\n"
         "print(found.notes['stopped'], found.bound_ns > graph.keep_all_time_ns)\n"
     )
     root = Path(__file__).resolve().parents[1]
-    child = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd=root)
-    assert child.stdout is not None and child.stdout.readline() == "ready\n"
-    time.sleep(4)
-    child.send_signal(signal.SIGINT)
-    out, _ = child.communicate(timeout=15)
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd=root) as child:
+        try:
+            assert child.stdout is not None and child.stdout.readline() == "ready\n"
+            time.sleep(4)
+            child.send_signal(signal.SIGINT)
+            out, _ = child.communicate(timeout=30)
+        finally:
+            child.kill()
     assert child.returncode == 0
     assert out.splitlines()[-1] == "interrupted True"
