@@ -74,7 +74,8 @@ def plan(
     if found.status is Status.UNKNOWN:
         raise NoScheduleFound(
             f"{method} found no schedule of {graph.name} in {budget_bytes:,} bytes ({format_bytes(budget_bytes)}) within "
-            f"{found.wall_s:.1f} s, but did not rule one out; {smallest_known(graph)[0]:,} bytes are known to work"
+            f"{found.wall_s:.1f} s ({found.notes.get('stopped', 'nothing else to try')}), but did not rule one out; "
+            f"{smallest_known(graph)[0]:,} bytes are known to work"
         )
     return found if isinstance(target, Graph) else replace(found, step=target)
 

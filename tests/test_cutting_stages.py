@@ -56,6 +56,16 @@ def test_a_proved_optimum_is_the_brute_force_optimum() -> None:
     assert checked >= 80
 
 
+@pytest.mark.parametrize(("seed", "budget"), [(6084, 16), (6168, 16), (6297, 29), (6070, 17), (5205, 30), (5385, 19)])
+def test_nothing_is_claimed_that_another_schedule_disproves(seed: int, budget: int) -> None:
+    """Graphs whose optimum lies outside of Checkmate's space, and graphs that fit in another order only."""
+    graph = random_graph(seed, max_ops=6, random=seed % 2 == 0, effect=seed % 5 == 0)
+    found = solve(graph, budget, gap=0.0, time_limit_s=5)
+    free, kept = least_time(graph, budget, keep_order=False), least_time(graph, budget, keep_order=True)
+    assert free is not None and found.status is not Status.INFEASIBLE
+    assert found.status is not Status.OPTIMAL or (kept is not None and found.time_ns == kept[0])
+
+
 def test_below_the_least_budget_nothing_is_found() -> None:
     refused = 0
     for seed in range(60):

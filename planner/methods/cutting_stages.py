@@ -51,7 +51,8 @@ def solve(
     start         a schedule to begin with; its order of first executions may be another
     progress      called as ``progress(time_ns=..., bound_ns=..., phase=...)`` where one of them changed (None: not known)
 
-    The status is INFEASIBLE where no schedule fits at all, or (``notes["infeasible"]`` says so) none with this order.
+    The status is INFEASIBLE only where no schedule in any order fits; where none with this order does, it is UNKNOWN and
+    ``notes["stopped"]`` says so.
     Unless the time limit struck (``notes["stopped"]``), the same arguments give the same plan.
     """
     began = time.perf_counter()
@@ -108,10 +109,8 @@ def _rounds(search: _Search, tightest: int) -> bool:
         if answer.outcome is Outcome.INFEASIBLE:
             if inside:  # schedules outside of that space may fit
                 search.notes["stopped"] = "no schedule in Checkmate's space fits"
-            elif search.best is None:
-                search.notes["infeasible"] = "no schedule with this order of first executions fits"
             else:
-                search.notes["stopped"] = "only the start, in another order of first executions, fits"
+                search.notes["stopped"] = "no schedule with this order of first executions fits"
             return False
         search.raise_bound(model.bound_ns(answer), restricted=bool(inside))
         if answer.values is None:
