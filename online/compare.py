@@ -136,7 +136,7 @@ class Comparison:
                 # The plan's bound holds for every schedule in this order of first executions, so for this one too.
                 row["bound_ns"] = block.plan.bound_ns
                 if row["time_ns"] is not None and block.plan.bound_ns is not None:
-                    row["gap"] = (row["time_ns"] - block.plan.bound_ns) / row["time_ns"]
+                    row["gap"] = (row["time_ns"] - block.plan.bound_ns) / row["time_ns"] if row["time_ns"] else 0.0
                 rows.append(_with_trial(row, block.trials.get(row["method"])))
         return rows
 

@@ -88,9 +88,28 @@ def solve(graph: Graph, budget_bytes: int, *, method: str = "cutting_stages", **
         if name not in known:
             offered = ", ".join(list(known)[2:])
             raise InputError(f"method {method} has no option {name!r}; it has: {offered}")
+    _check_options(options)
     if start := options.get("start"):
         simulate(graph, start)  # type: ignore[arg-type]  # an unusable start is the caller's mistake: say so before solving
     return run(graph, budget_bytes, **options)
+
+
+def _check_options(options: dict[str, object]) -> None:
+    """Refuse what no method can use: a gap outside of [0, 1), a time limit that is no time, a seed solvers cannot take."""
+
+    def number(name: str) -> float:
+        given = options[name]
+        if isinstance(given, bool) or not isinstance(given, int | float):
+            raise InputError(f"{name} must be a number, not {given!r}")
+        return given
+
+    if "gap" in options and not 0 <= number("gap") < 1:
+        raise InputError(f"gap must be at least 0 and below 1 (0.01 is one per cent), not {options['gap']!r}")
+    if "time_limit_s" in options and not 0 <= number("time_limit_s") <= 1e7:
+        raise InputError(f"time_limit_s must be between 0 and 10,000,000 seconds, not {options['time_limit_s']!r}")
+    seed = options.get("seed", 0)
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**31:
+        raise InputError(f"seed must be an integer from 0 to 2147483647, not {seed!r}")
 
 
 def infeasible(graph: Graph, budget_bytes: int, plan: Plan | None = None) -> InfeasibleBudget:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from graphs.errors import BeladyError, InputError, NoScheduleFound
@@ -416,7 +417,7 @@ def _print_comparison(comparison: Comparison) -> None:
 def _print_rows(graph: Graph, rows: Sequence[dict[str, Any]]) -> None:
     """One table: a line a row, a rule between budgets; measured columns only where something was measured."""
     measured = any(row["measured_time_ns"] is not None for row in rows)
-    title = f"{graph.name}: {len(graph.ops)} ops, keep-all {graph.keep_all_time_ns / 1e6:.3f} ms"
+    title = f"{escape(graph.name)}: {len(graph.ops)} ops, keep-all {graph.keep_all_time_ns / 1e6:.3f} ms"
     table = Table(title=title, title_justify="left", header_style="bold", box=None)
     columns = ["budget", "method", "status", "overhead", "bound", "gap", "peak", "recomputed", "wall s"]
     columns += ["step ms", "measured peak", "grad error"] if measured else []

@@ -62,6 +62,15 @@ def test_unknown_method_and_option_name_the_known_ones(ladder: Graph) -> None:
         plan(ladder, 1.0, method="keep_all", depth=3)
 
 
+@pytest.mark.parametrize(
+    "option",
+    [{"gap": -1}, {"gap": float("nan")}, {"gap": None}, {"time_limit_s": float("inf")}, {"time_limit_s": -1}, {"seed": -1}],
+)
+def test_unusable_options_are_refused(ladder: Graph, option: dict[str, object]) -> None:
+    with pytest.raises(InputError, match=next(iter(option))):
+        solve(ladder, 30, **option)
+
+
 def test_an_invalid_start_is_the_callers_mistake(ladder: Graph) -> None:
     with pytest.raises(InvalidSchedule, match="b reads value 0"):
         plan(ladder, 30, start=(Compute(1),))
