@@ -58,12 +58,21 @@ class Milp:
         """A new free-of-charge variable in [0, 1]; its number."""
         return self._variable(0.0, 0.0, integer=False)
 
-    def _variable(self, cost: float, lower: float, *, integer: bool) -> int:
+    def number(self, upper: float) -> int:
+        """A new free-of-charge variable in [0, ``upper``]; its number."""
+        return self._variable(0.0, 0.0, upper, integer=False)
+
+    def _variable(self, cost: float, lower: float, upper: float = 1.0, *, integer: bool) -> int:
         self.cost.append(cost)
         self.lower.append(lower)
-        self.upper.append(1.0)
+        self.upper.append(upper)
         self.integer.append(integer)
         return len(self.cost) - 1
+
+    def equal(self, right: float, terms: Sequence[tuple[int, float]]) -> None:
+        """Σ coefficient · x = right, each variable named once."""
+        self.at_most(right, terms)
+        self.row_lower[-1] = right
 
     def at_least(self, right: float, plus: Sequence[int], minus: Sequence[int] = ()) -> None:
         """Σ plus − Σ minus ≥ right."""
@@ -89,10 +98,11 @@ class Milp:
         cutoff      only solutions below this matter; proving that there is none ends the solve with CUT_OFF
         node_limit  stop after this many branch-and-bound nodes: a limit that does not depend on the machine
         """
-        result = _run(self._proto(), _parameters(time_limit_s, gap, cutoff, node_limit, seed))
+        result = _run(self.proto(), _parameters(time_limit_s, gap, cutoff, node_limit, seed))
         return self._answer(result, cutoff)
 
-    def _proto(self) -> Any:
+    def proto(self) -> Any:
+        """The model as OR-Tools takes it."""
         from ortools.math_opt import model_pb2
 
         proto = model_pb2.ModelProto()
@@ -118,7 +128,7 @@ class Milp:
         reason = result.termination.reason
         if reason in (
             result_pb2.TERMINATION_REASON_INFEASIBLE,
-            result_pb2.TERMINATION_REASON_INFEASIBLE_OR_UNBOUNDED,  # never unbounded: every variable is in [0, 1]
+            result_pb2.TERMINATION_REASON_INFEASIBLE_OR_UNBOUNDED,  # never unbounded: every variable has bounds
         ):
             # A cutoff makes the solver call the rest of the problem infeasible.
             if cutoff < math.inf:
