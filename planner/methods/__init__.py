@@ -12,6 +12,7 @@ from planner.result import Plan
 METHODS = {
     "cutting_stages": "planner.methods.cutting_stages",
     "keep_all": "planner.methods.keep_all",
+    "moccasin": "planner.methods.moccasin",
 }
 
 

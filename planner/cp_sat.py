@@ -1,0 +1,162 @@
+"""Constraint programs, minimised by CP-SAT of OR-Tools, with limits and interrupts that hold.
+
+The solver runs on a thread of its own; the caller's thread waits, passes solutions and bounds on as they come, and stops the
+search on Ctrl-C or at the deadline.
+"""
+
+from __future__ import annotations
+
+import enum
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ortools.sat.python import cp_model
+
+ABANDON_S = 0.5  # a solver that does not stop at its deadline is left behind after so long (and 5 % of the time it had)
+
+
+class Outcome(enum.Enum):
+    """What came of a solve."""
+
+    SOLVED = "solved"  # a solution, proved within the asked gap
+    STOPPED = "stopped"  # out of time; a solution may be there
+    INFEASIBLE = "infeasible"  # proved: no solution
+
+
+_OUTCOMES = {
+    cp_model.OPTIMAL: Outcome.SOLVED,
+    cp_model.FEASIBLE: Outcome.STOPPED,
+    cp_model.UNKNOWN: Outcome.STOPPED,
+    cp_model.INFEASIBLE: Outcome.INFEASIBLE,
+}  # MODEL_INVALID is a bug of ours and raises
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Result of a solve.
+
+    values  of the watched variables in the best solution, None where none was found
+    cost    of that solution, None without
+    bound   no solution costs less; None where nothing was proved
+    """
+
+    outcome: Outcome
+    values: list[int] | None
+    cost: int | None
+    bound: int | None
+
+
+def minimise(
+    model: cp_model.CpModel,
+    watch: Sequence[cp_model.IntVar],
+    *,
+    deadline: float,
+    gap: float = 0.0,
+    workers: int = 1,
+    seed: int = 0,
+    on_solution: Callable[[list[int]], None] | None = None,
+    on_bound: Callable[[int], None] | None = None,
+) -> Answer:
+    """Solve a model whose objective is an integer at least 0 in every solution.
+
+    watch        the variables whose values are wanted
+    deadline     of ``time.perf_counter``
+    gap          stop when (cost - bound) / cost is at most this; the outcome is then SOLVED too
+    workers      threads; with one, the same model and seed give the same answer unless the deadline strikes
+    on_solution  called with the watched values of each better solution, on the caller's thread
+    on_bound     called with each better bound, on the caller's thread
+
+    KeyboardInterrupt stops the search and is raised again once the solutions found have been passed on.
+    """
+    if error := model.validate():
+        raise AssertionError(f"CP-SAT refuses the model: {error}")
+    given_s = max(0.0, deadline - time.perf_counter())
+    solver = cp_model.CpSolver()
+    solver.parameters.max_time_in_seconds = given_s
+    solver.parameters.relative_gap_limit = gap
+    solver.parameters.num_workers = workers
+    solver.parameters.random_seed = seed
+    solver.parameters.catch_sigint_signal = False  # Python's handler is to see it
+    news: queue.SimpleQueue[tuple[list[int], int] | int] = queue.SimpleQueue()
+    solver.best_bound_callback = lambda bound: news.put(_whole(bound))
+    search = _Search(solver, model, watch, news)
+    best: tuple[list[int], int] | None = None
+    proved: int | None = None
+
+    def pass_on() -> None:
+        nonlocal best, proved
+        while not news.empty():
+            item = news.get()
+            if isinstance(item, int):
+                if proved is None or item > proved:
+                    proved = item
+                    if on_bound is not None:
+                        on_bound(item)
+            elif best is None or item[1] < best[1]:
+                best = item
+                if on_solution is not None:
+                    on_solution(item[0])
+
+    thread = threading.Thread(target=search.run, name="cp-sat", daemon=True)
+    thread.start()
+    late = deadline + 0.05 * given_s + ABANDON_S
+    try:
+        while thread.is_alive() and time.perf_counter() < late:
+            thread.join(0.02 if search.young else 0.1)
+            if time.perf_counter() > deadline:
+                solver.stop_search()
+            pass_on()
+    except KeyboardInterrupt:
+        late = time.perf_counter() + ABANDON_S
+        while thread.is_alive() and time.perf_counter() < late:
+            solver.stop_search()
+            thread.join(0.02)
+        pass_on()
+        raise
+    if thread.is_alive():  # it is deep in presolve and has not looked at the clock
+        pass_on()
+        return Answer(Outcome.STOPPED, best[0] if best else None, best[1] if best else None, proved)
+    if search.error is not None:
+        raise search.error
+    outcome = _OUTCOMES.get(search.status)
+    if outcome is None:
+        raise AssertionError(f"CP-SAT ended with {solver.status_name()}: {solver.solution_info()}")
+    if outcome is not Outcome.INFEASIBLE:  # without a solution, what the solver calls its bound may be the 0 it began with
+        news.put(_whole(solver.best_objective_bound))
+    pass_on()
+    return Answer(outcome, best[0] if best else None, best[1] if best else None, proved)
+
+
+def _whole(number: float) -> int:
+    """Objectives are whole numbers below 2**53, so only rounding in the last place can have made them otherwise."""
+    return max(0, round(number))
+
+
+class _Search(cp_model.CpSolverSolutionCallback):
+    """One solve and what it reports, on the solver's side."""
+
+    def __init__(
+        self, solver: cp_model.CpSolver, model: cp_model.CpModel, watch: Sequence[cp_model.IntVar], news: queue.SimpleQueue[Any]
+    ) -> None:
+        super().__init__()
+        self._solver, self._model, self._watch, self._news = solver, model, watch, news
+        self._began = time.perf_counter()
+        self.status: Any = None
+        self.error: BaseException | None = None
+
+    @property
+    def young(self) -> bool:
+        return time.perf_counter() - self._began < 0.5
+
+    def run(self) -> None:
+        try:
+            self.status = self._solver.solve(self._model, self)
+        except BaseException as error:  # handed to the caller
+            self.error = error
+
+    def on_solution_callback(self) -> None:
+        self._news.put(([self.value(x) for x in self._watch], round(self.objective_value)))

@@ -1,0 +1,243 @@
+"""Moccasin: retention intervals by constraint programming, in two phases.
+
+Source: Bartan, Li, Teague, Lott, Dilkina, "Moccasin: Efficient Tensor Rematerialization for Neural Networks" (ICML 2023); the
+model is ``planner.retention``. Phase 1 looks for any schedule within the budget, starting from keeping everything; phase 2 starts
+from what that found and minimises time.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from graphs.errors import InputError
+from graphs.ir import Graph
+from planner import cp_sat
+from planner.bounds import least_bytes
+from planner.cp_sat import Outcome
+from planner.result import Plan
+from planner.retention import Coverage, Lengths, Numbering, RetentionModel, sequence, staged
+from planner.schedule import Schedule, computes, keep_all, with_frees
+from planner.simulate import simulate
+from planner.stage_model import with_end
+
+METHOD = "moccasin"
+CHOICES = {
+    "numbering": ("affine", "triangular"),
+    "coverage": ("clauses", "reservoirs"),
+    "lengths": ("any", "logarithmic"),
+}
+
+
+def solve(
+    graph: Graph,
+    budget_bytes: int,
+    *,
+    copies: int | None = 2,
+    numbering: Numbering = "affine",
+    coverage: Coverage = "clauses",
+    lengths: Lengths = "any",
+    workers: int | None = None,
+    gap: float = 0.001,
+    time_limit_s: float = 60.0,
+    seed: int = 0,
+    start: Schedule | None = None,
+    progress: Callable[..., None] | None = None,
+) -> Plan:
+    """The cheapest schedule in which no op runs more than ``copies`` times, as far as CP-SAT gets.
+
+    copies        runs of an op at most, C in the paper, where 2 is used throughout; None: no limit
+    numbering     of events: "affine" (quick to solve), or "triangular", as published
+    coverage      every read is served by "clauses", or by "reservoirs", as published
+    lengths       intervals are of "any" length, or of a "logarithmic" choice, as published (which loses schedules)
+    workers       threads (None: one per core this process may use); with one, the same arguments give the same plan unless the
+                  time limit strikes
+    gap           stop when (time - bound) / time is at most this, for the bound in the searched space
+    time_limit_s  for both phases together; Ctrl-C stops at once. Either way the best schedule so far is returned
+    start         a schedule to begin with; where it keeps the graph's order of first executions, its runs also guide the search
+    progress      called as ``progress(time_ns=..., bound_ns=..., phase=...)`` where one of them changed (None: not known); the
+                  bound is that of the searched space
+
+    The searched space (``notes["space"]``): first executions in graph order; between two of them each op again at most once, in
+    graph order; at most ``copies`` runs of an op. Bounds: ``notes["space_bound_ns"]`` holds for the space;
+    ``restricted_bound_ns`` for any number of runs (it counts what one more run of some op takes at least); ``bound_ns`` is the
+    keep-all time, since Moccasin proves nothing about schedules outside of Checkmate's space. So OPTIMAL is rare, and
+    ``notes["proved"]`` says where the schedule is optimal in the space (within the gap). Where no schedule of the space fits,
+    the status is UNKNOWN and ``notes["stopped"]`` says so; INFEASIBLE is kept for budgets that no schedule fits.
+
+    Raises InputError for options that cannot be used.
+    """
+    _check(copies, workers, numbering=numbering, coverage=coverage, lengths=lengths)
+    began = time.perf_counter()
+    search = _Search(graph, budget_bytes, progress)
+    search.notes.update(copies=copies, numbering=numbering, coverage=coverage, lengths=lengths)
+    if least_bytes(graph) > budget_bytes:
+        search.notes["infeasible"] = "no schedule in any order fits: an op alone, or the outputs together, exceed the budget"
+    else:
+        search.offer(keep_all(graph), "keep all")
+        search.offer(start, "start")
+        deadline = began + time_limit_s
+        try:
+            if search.time_ns is None or search.time_ns > graph.keep_all_time_ns:
+                model = RetentionModel(
+                    with_end(graph), budget_bytes, copies=copies, numbering=numbering, coverage=coverage, lengths=lengths,
+                    deadline=deadline,
+                )  # fmt: skip
+                limits = {"deadline": deadline, "workers": workers or _cores(), "seed": seed}
+                _phases(search, model, gap, start, limits)
+        except TimeoutError:
+            search.notes["stopped"] = "time limit"
+        except KeyboardInterrupt:
+            search.notes["stopped"] = "interrupted"
+    return Plan.of(
+        graph,
+        budget_bytes,
+        search.best,
+        method=METHOD,
+        seed=seed,
+        wall_s=time.perf_counter() - began,
+        bound_ns=graph.keep_all_time_ns,
+        restricted_bound_ns=search.restricted_bound_ns,
+        gap=gap,
+        infeasible="infeasible" in search.notes,
+        notes=search.notes,
+    )
+
+
+def _check(copies: int | None, workers: int | None, **given: str) -> None:
+    for name, number in (("copies", copies), ("workers", workers)):
+        if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
+            raise InputError(f"{name} must be an integer at least 1, or None, not {number!r}")
+    for name, choice in given.items():
+        if choice not in CHOICES[name]:
+            raise InputError(f"{name} must be one of {', '.join(CHOICES[name])}, not {choice!r}")
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _phases(search: _Search, model: RetentionModel, gap: float, start: Schedule | None, limits: dict[str, Any]) -> None:
+    """Phase 1, unless ``start`` does its work, then phase 2."""
+    most = "any number of" if model.complete else f"at most {search.notes['copies']}"
+    search.notes["space"] = (
+        f"first executions in graph order, between two of them each op again at most once, in graph order; {most} runs of an op"
+    ) + ("" if model.exact else "; memory rounded up, so some of these are lost")
+    last = len(model.graph.ops) - 1
+    runs = None if start is None else staged(model.graph, [*computes(start), last])
+    if runs is None or not search.fits(runs) or not model.hint(runs):
+        runs = _phase_1(search, model, limits)
+    if runs is not None:
+        model.hint(runs)
+        _phase_2(search, model, gap, limits)
+
+
+def _phase_1(search: _Search, model: RetentionModel, limits: dict[str, Any]) -> list[list[int]] | None:
+    """Any schedule of the space within the budget; None where there is none or none was found, which the notes then say."""
+    began = time.perf_counter()
+    found: list[list[list[int]]] = []
+    model.hint([[v] for v in range(len(model.graph.ops))])
+    model.aim_at_peak()
+    answer = cp_sat.minimise(model.model, model.watch, **limits, on_solution=lambda values: found.append(model.read(values)))
+    search.notes["phase_1_s"] = time.perf_counter() - began
+    # The solution that ends the phase fits in the model's own count, and the ruler never counts more.
+    if answer.values is not None and answer.cost == max(0, model.capacity):
+        search.take(found[-1], "phase 1")
+        return found[-1]
+    if answer.outcome is Outcome.STOPPED:
+        search.notes["stopped"] = "time limit"
+    else:
+        search.notes["stopped"] = "no schedule in the searched space fits"
+        if model.exact:
+            assert answer.bound is not None
+            search.notes["space_least_bytes"] = model.bytes_of(answer.bound)
+            search.raise_restricted(model.outside_ns())
+    if found:
+        search.notes["smallest_peak_bytes"] = search.peak_bytes(found[-1])
+    return None
+
+
+def _phase_2(search: _Search, model: RetentionModel, gap: float, limits: dict[str, Any]) -> None:
+    """The least time within the budget."""
+    began = time.perf_counter()
+    model.aim_at_time()
+
+    def on_bound(cost: int) -> None:
+        search.raise_bound(model.bound_ns(cost))
+        if model.exact:
+            outside_ns = model.outside_ns()
+            search.raise_restricted(search.space_bound_ns if outside_ns is None else min(search.space_bound_ns, outside_ns))
+
+    answer = cp_sat.minimise(
+        model.model,
+        model.watch,
+        **limits,
+        gap=gap,
+        on_solution=lambda values: search.take(model.read(values), "phase 2"),
+        on_bound=on_bound,
+    )
+    search.notes["phase_2_s"] = time.perf_counter() - began
+    assert answer.outcome is not Outcome.INFEASIBLE, "phase 2 found no schedule though it was given one"
+    if answer.outcome is Outcome.STOPPED:
+        search.notes["stopped"] = "time limit"
+    else:
+        search.notes["proved"] = "optimal in the searched space" + (f", within a gap of {gap}" if gap else "")
+
+
+@dataclass
+class _Search:
+    """What is known so far: the best schedule and the best bounds."""
+
+    graph: Graph
+    budget_bytes: int
+    progress: Callable[..., None] | None
+    best: Schedule | None = None
+    time_ns: int | None = None
+    restricted_bound_ns: int | None = None
+    notes: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.space_bound_ns = self.graph.keep_all_time_ns
+
+    def _schedule(self, runs: Sequence[Sequence[int]]) -> Schedule:
+        """The schedule of runs in stages; the last op is the end, which is none of the graph's."""
+        return with_frees(self.graph, sequence(runs)[:-1])
+
+    def peak_bytes(self, runs: Sequence[Sequence[int]]) -> int:
+        return simulate(self.graph, self._schedule(runs)).peak_bytes
+
+    def fits(self, runs: Sequence[Sequence[int]]) -> bool:
+        return self.peak_bytes(runs) <= self.budget_bytes
+
+    def take(self, runs: Sequence[Sequence[int]], phase: str) -> None:
+        """A solution of the model, which fits."""
+        assert self.fits(runs), f"{phase}: a solution of the model exceeds the budget"
+        self.offer(self._schedule(runs), phase)
+
+    def offer(self, schedule: Schedule | None, phase: str) -> None:
+        """Keep a schedule that fits and is the cheapest so far."""
+        if schedule is None:
+            return
+        trace = simulate(self.graph, schedule)
+        if trace.peak_bytes <= self.budget_bytes and (self.time_ns is None or trace.time_ns < self.time_ns):
+            self.best, self.time_ns = schedule, trace.time_ns
+            self.notes["found_by"] = phase
+            self._report(phase)
+
+    def raise_bound(self, bound_ns: int) -> None:
+        """Note a bound of the searched space."""
+        if bound_ns > self.space_bound_ns or "space_bound_ns" not in self.notes:
+            self.space_bound_ns = self.notes["space_bound_ns"] = max(bound_ns, self.space_bound_ns)
+            self._report("bound")
+
+    def raise_restricted(self, bound_ns: int | None) -> None:
+        """Note a bound of Checkmate's space."""
+        if bound_ns is not None:
+            self.restricted_bound_ns = max(bound_ns, self.restricted_bound_ns or 0)
+
+    def _report(self, phase: str) -> None:
+        if self.progress is not None:
+            self.progress(time_ns=self.time_ns, bound_ns=self.space_bound_ns, phase=phase)
