@@ -1,11 +1,13 @@
 """Mixed-integer linear programs, minimised by the HiGHS inside OR-Tools.
 
 A Milp is a few plain lists; ``minimise`` hands them over in one piece, which takes milliseconds for 100,000 coefficients.
-The solve runs on a thread of its own, so that Ctrl-C reaches the caller at once.
+The solve runs on a thread of its own, so that Ctrl-C reaches the caller at once; the interpreter does not end before that
+thread does.
 """
 
 from __future__ import annotations
 
+import atexit
 import enum
 import math
 import threading
@@ -166,16 +168,33 @@ def _parameters(time_limit_s: float, gap: float, cutoff: float, node_limit: int 
     return parameters
 
 
-def _run(proto: Any, parameters: Any) -> Any:
-    """Solve on a daemon thread. An interrupted caller leaves it behind; it ends at its own time limit."""
-    from ortools.math_opt import callback_pb2, model_parameters_pb2, parameters_pb2
-    from ortools.math_opt.core.python import solver
+_left_behind: set[threading.Event] = set()  # each set when its solve is over
 
+
+def solving() -> bool:
+    """Whether a solve whose caller was interrupted is still running. HiGHS cannot be stopped; it ends at its time limit."""
+    return not all(done.is_set() for done in _left_behind)
+
+
+@atexit.register
+def _wait() -> None:
+    """A thread that comes back from HiGHS while the interpreter is being torn down would abort the process."""
+    for done in _left_behind:
+        done.wait()
+
+
+def _run(proto: Any, parameters: Any) -> Any:
+    """Solve on a daemon thread, which an interrupted caller leaves behind."""
     results: list[Any] = []
     errors: list[BaseException] = []
+    done = threading.Event()  # and not Thread.join: interrupted, that takes a running thread for dead (Python 3.11)
 
     def work() -> None:
         try:
+            # Imported here because Ctrl-C only reaches the main thread: in the middle of it, it would end in an ImportError.
+            from ortools.math_opt import callback_pb2, model_parameters_pb2, parameters_pb2
+            from ortools.math_opt.core.python import solver
+
             results.append(
                 solver.solve(
                     proto,
@@ -191,11 +210,17 @@ def _run(proto: Any, parameters: Any) -> Any:
             )
         except BaseException as error:  # handed to the caller below
             errors.append(error)
+        finally:
+            done.set()
 
     thread = threading.Thread(target=work, name="highs", daemon=True)
-    thread.start()
-    while thread.is_alive():
-        thread.join(0.1)
+    try:
+        thread.start()
+        while not done.wait(0.1):
+            pass
+    except BaseException:
+        _left_behind.add(done)
+        raise
     if errors:
         raise errors[0]
     return results[0]
