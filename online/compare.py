@@ -12,7 +12,7 @@ from graphs.ir import Graph
 from online.runtime import Run, run
 from planner.bounds import least_bytes
 from planner.budget import format_bytes, resolve_budget
-from planner.plan import solve
+from planner.plan import graph_of, solve
 from planner.result import Plan
 from planner.schedule import Schedule, computes, keep_all
 from planner.simulate import simulate
@@ -93,6 +93,9 @@ def diff(plan: Plan, run: Run) -> Difference:
 
     Raises GraphMismatch where the two are of different graphs or budgets.
     """
+    for thing, kind, place in ((plan, Plan, "first"), (run, Run, "second")):
+        if not isinstance(thing, kind):
+            raise InputError(f"diff takes a Plan, then a Run; {place} came a {type(thing).__name__}")
     if plan.graph is not run.graph and plan.graph.fingerprint() != run.graph.fingerprint():
         raise GraphMismatch(f"the plan is for {plan.graph.name}, the run for {run.graph.name}: not the same graph")
     if plan.budget_bytes != run.budget_bytes:
@@ -119,12 +122,16 @@ class Block:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The optimum and the online rules on one graph, for several budgets."""
+    """The optimum and the online rules on one graph, for several budgets. ``print`` it.
+
+    interrupted  Ctrl-C ended it early: what is there is complete, but for the last block, and budgets may be missing
+    """
 
     graph: Graph
     keep_all: Plan
     blocks: tuple[Block, ...]
     plain: Trial | None = None
+    interrupted: bool = False
 
     def rows(self) -> list[dict[str, Any]]:
         """Result rows: keep-all once, then for each budget the plan and every online run."""
@@ -140,12 +147,28 @@ class Comparison:
                 rows.append(_with_trial(row, block.trials.get(row["method"])))
         return rows
 
+    def __str__(self) -> str:
+        lines = [f"{self.graph.name}: {len(self.graph.ops)} ops, keep-all {self.graph.keep_all_time_ns / 1e6:.3f} ms"]
+        head = ("budget", "method", "status", "overhead", "bound", "gap", "peak", "recomputed")
+        lines.append("  {:>18}  {:<24} {:<13} {:>9} {:>9} {:>8} {:>9} {:>10}".format(*head))
+        base = self.graph.keep_all_time_ns
+        for row in self.rows():
+            share = "" if row["budget_fraction"] is None else f"{row['budget_fraction']:.0%} "
+            bound = None if row["bound_ns"] is None or not base else row["bound_ns"] / base - 1
+            lines.append(
+                f"  {share + format_bytes(row['budget_bytes']):>18}  {row['method']:<24} {row['status']:<13} "
+                f"{_percent(row['overhead']):>9} {_percent(bound):>9} {_percent(row['gap']):>8} "
+                f"{'-' if row['peak_bytes'] is None else format_bytes(row['peak_bytes']):>9} "
+                f"{'-' if row['recomputed_ops'] is None else row['recomputed_ops']:>10}"
+            )
+        return "\n".join(lines + ["  interrupted: budgets may be missing"] * self.interrupted)
+
 
 def compare(
     target: Step | Graph,
-    budgets: Sequence[int | float | str],
+    budgets: Sequence[int | float | str] | int | float | str,
     *,
-    heuristics: Sequence[str] = ("dtr",),
+    heuristics: Sequence[str] | str = ("dtr",),
     method: str = "cutting_stages",
     gap: float = 0.005,
     time_limit_s: float = 60.0,
@@ -157,13 +180,20 @@ def compare(
 ) -> Comparison:
     """Plan and run online under each budget; with ``execute`` also do both for real on the step's device.
 
+    budgets, heuristics  several, or one
     inputs           arguments of one training step, as given to ``capture``; needed to execute
     progress         called with a short sentence before each part
     solver_progress  passed to the planning method
+
+    Ctrl-C ends it early: the comparison then has what was found so far, and says ``interrupted``.
+    Raises InputError for what cannot be used, and as ``run`` and ``solve`` do.
     """
     say = progress or (lambda _: None)
-    graph = target if isinstance(target, Graph) else target.graph
+    graph = graph_of(target, "compare")
+    budgets = [budgets] if isinstance(budgets, int | float | str) else budgets
+    heuristics = [heuristics] if isinstance(heuristics, str) else heuristics
     peak_bytes = simulate(graph, keep_all(graph)).peak_bytes
+    resolved = [resolve_budget(budget, peak_bytes) for budget in budgets]
     whole = solve(graph, peak_bytes, method="keep_all")
     trials = None
     if execute:
@@ -174,30 +204,38 @@ def compare(
         say("plain PyTorch")
         trials = Trials(target, inputs, seed=seed)
 
-    blocks = []
-    for budget in budgets:
-        budget_bytes = resolve_budget(budget, peak_bytes)
-        where = f"{format_bytes(budget_bytes)} ({budget_bytes / peak_bytes:.0%})"
-        feasible = budget_bytes >= least_bytes(graph)
-        runs = []
-        for heuristic in heuristics if feasible else ():
-            say(f"online {heuristic} in {where}")
-            runs.append(run(graph, budget_bytes, heuristic=heuristic, seed=seed))
-        say(f"{method} in {where}")
-        options: dict[str, object] = {"gap": gap, "time_limit_s": time_limit_s, "seed": seed, "progress": solver_progress}
-        # What an online run found, the planner must not miss.
-        started = min((r for r in runs if r.time_ns is not None), key=lambda r: r.time_ns or 0, default=None)
-        plan = solve(graph, budget_bytes, method=method, start=started.schedule if started else None, **options)
-        measured: dict[str, Trial] = {}
-        if trials is not None and plan.schedule is not None:
-            say(f"executing the plan for {where}")
-            measured[plan.method] = trials.planned(plan)
-        for run_ in runs:
-            if trials is not None and run_.completed:
-                say(f"executing online {run_.rule} in {where}")
-                measured[run_.plan().method] = trials.online(budget_bytes, run_.rule)
-        blocks.append(Block(budget_bytes, plan, tuple(runs), measured))
-    return Comparison(graph, whole, tuple(blocks), trials.plain if trials else None)
+    blocks: list[Block] = []
+    interrupted = False
+    try:
+        for budget_bytes in resolved:
+            where = format_bytes(budget_bytes) + (f" ({budget_bytes / peak_bytes:.0%})" if peak_bytes else "")
+            runs = []
+            for heuristic in heuristics if budget_bytes >= least_bytes(graph) else ():
+                say(f"online {heuristic} in {where}")
+                runs.append(run(graph, budget_bytes, heuristic=heuristic, seed=seed))
+            say(f"{method} in {where}")
+            options: dict[str, object] = {"gap": gap, "time_limit_s": time_limit_s, "seed": seed, "progress": solver_progress}
+            # What an online run found, the planner must not miss.
+            started = min((r for r in runs if r.time_ns is not None), key=lambda r: r.time_ns or 0, default=None)
+            plan = solve(graph, budget_bytes, method=method, start=started.schedule if started else None, **options)
+            measured: dict[str, Trial] = {}
+            blocks.append(Block(budget_bytes, plan, tuple(runs), measured))
+            if interrupted := plan.notes.get("stopped") == "interrupted":
+                break
+            if trials is not None and plan.schedule is not None:
+                say(f"executing the plan for {where}")
+                measured[plan.method] = trials.planned(plan)
+            for run_ in runs:
+                if trials is not None and run_.completed:
+                    say(f"executing online {run_.rule} in {where}")
+                    measured[run_.plan().method] = trials.online(budget_bytes, run_.rule)
+    except KeyboardInterrupt:
+        interrupted = True
+    return Comparison(graph, whole, tuple(blocks), trials.plain if trials else None, interrupted)
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.2%}"
 
 
 def _with_trial(row: dict[str, Any], trial: Trial | None) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from online.engine import Counters, Engine, OutOfMemory, Release, Thrashed
 from online.heuristics import HEURISTICS, Heuristic
 from planner.bounds import least_bytes
 from planner.budget import format_bytes, resolve_budget
-from planner.plan import infeasible
+from planner.plan import check_options, graph_of, infeasible
 from planner.result import Plan
 from planner.schedule import Schedule, from_json, keep_all
 from planner.simulate import simulate
@@ -150,6 +150,10 @@ def run(
     the op that would break the budget is run. Raises InfeasibleBudget where no schedule at all fits, InputError for what
     cannot be used.
     """
+    graph = graph_of(target, "run")
+    check_options({"seed": seed})
+    if not isinstance(heuristic, str):
+        raise InputError(f"heuristic must be a name ({', '.join(HEURISTICS)}), not {heuristic!r}")
     heuristic, *extras = heuristic.split("+")
     for extra in extras:
         if extra == "reclaim":
@@ -158,10 +162,9 @@ def run(
             release = extra
     evict = rule(heuristic)
     policy = release_policy(release)
-    if not thrash_limit >= 1:
+    if isinstance(thrash_limit, bool) or not isinstance(thrash_limit, int | float) or not thrash_limit >= 1:
         raise InputError(f"thrash_limit must be at least 1 (no recomputation at all), not {thrash_limit!r}")
     step = None if isinstance(target, Graph) else target
-    graph = target if isinstance(target, Graph) else target.graph
     budget_bytes = resolve_budget(budget, simulate(graph, keep_all(graph)).peak_bytes)
     if budget_bytes < least_bytes(graph):
         raise infeasible(graph, budget_bytes)

@@ -39,7 +39,7 @@ def resolve_budget(budget: int | float | str, keep_all_peak_bytes: int) -> int:
         if not 0 < budget <= 1:
             raise InputError(wanted)
         return int(budget * keep_all_peak_bytes)
-    if budget <= 0:
+    if budget <= 0 and not budget == keep_all_peak_bytes == 0:  # a graph that holds nothing needs nothing
         raise InputError(wanted)
     return budget
 

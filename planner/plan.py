@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ from planner.bounds import least_bytes, smallest_known
 from planner.budget import format_bytes, resolve_budget
 from planner.methods import method as method_named
 from planner.result import Plan, Status
-from planner.schedule import Schedule, keep_all
+from planner.schedule import Compute, Free, Schedule, keep_all
 from planner.simulate import simulate
 
 if TYPE_CHECKING:
@@ -82,19 +82,29 @@ def plan(
 
 def solve(graph: Graph, budget_bytes: int, *, method: str = "cutting_stages", **options: object) -> Plan:
     """Run one method on a graph and return its Plan whatever its status. Raises InputError for unknown names and options."""
+    if not isinstance(graph, Graph):
+        raise InputError(f"solve takes a Graph (that of a captured Step is step.graph), not {_a(graph)}")
+    if isinstance(budget_bytes, bool) or not isinstance(budget_bytes, int) or budget_bytes < 0:
+        raise InputError(f"solve takes a budget in whole bytes, not {budget_bytes!r}; shares and units are for plan")
     run = method_named(method)
     known = inspect.signature(run).parameters
     for name in options:
         if name not in known:
             offered = ", ".join(list(known)[2:])
             raise InputError(f"method {method} has no option {name!r}; it has: {offered}")
-    _check_options(options)
-    if start := options.get("start"):
-        simulate(graph, start)  # type: ignore[arg-type]  # an unusable start is the caller's mistake: say so before solving
+    check_options(options)
+    if (start := options.get("start")) is not None:
+        if not isinstance(start, tuple | list) or not all(isinstance(step, Compute | Free) for step in start):
+            given = _a(start) + " of other things" * isinstance(start, tuple | list)
+            raise InputError(
+                f"start must be a schedule, a tuple of Compute and Free (that of a Plan or a Run is its .schedule), not {given}"
+            )
+        options["start"] = schedule = tuple(start)
+        simulate(graph, schedule)  # an unusable start is the caller's mistake: say so before solving
     return run(graph, budget_bytes, **options)
 
 
-def _check_options(options: dict[str, object]) -> None:
+def check_options(options: Mapping[str, object]) -> None:
     """Refuse what no method can use: a gap outside of [0, 1), a time limit that is no time, a seed solvers cannot take."""
 
     def number(name: str) -> float:
@@ -120,9 +130,10 @@ def infeasible(graph: Graph, budget_bytes: int, plan: Plan | None = None) -> Inf
     proved, works = least_bytes(graph), smallest_known(graph)[0]
     reason = f": {plan.notes.get('infeasible')}" if plan is not None and proved <= budget_bytes else ""
     asked = f"{budget_bytes:,} bytes ({format_bytes(budget_bytes)})"
+    whole = "; an int is bytes, the whole keep-all peak is 1.0" if budget_bytes == 1 else ""
     return InfeasibleBudget(
         f"{graph.name} cannot run in {asked}{reason}; every schedule needs at least "
-        f"{proved:,} bytes, and the smallest budget known to work is {works:,} ({format_bytes(works)})",
+        f"{proved:,} bytes, and the smallest budget known to work is {works:,} ({format_bytes(works)}){whole}",
         budget_bytes=budget_bytes,
         proved_bytes=proved,
         works_bytes=works,
@@ -146,6 +157,25 @@ def step_of(
     if isinstance(model, Step):
         return model
     return with_costs(capture(model, inputs, loss=loss, device=device, autocast=autocast), costs)
+
+
+def graph_of(target: Step | Graph, what: str) -> Graph:
+    """The graph of a Step or Graph. Raises InputError for anything else; ``what`` names the function that was called."""
+    if isinstance(target, Graph):
+        return target
+    from graphs.capture import Step
+
+    if isinstance(target, Step):
+        return target.graph
+    raise InputError(
+        f"{what} takes a captured Step or a Graph, not {_a(target)}; capture(model, inputs, loss=...) makes a Step, and "
+        f"plan(model, ...).step is one"
+    )
+
+
+def _a(thing: object) -> str:
+    name = type(thing).__name__
+    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
 
 
 def with_costs(step: Step, costs: str, *, progress: Callable[[int, int], None] | None = None) -> Step:

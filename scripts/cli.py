@@ -8,8 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,19 +20,21 @@ from rich.table import Table
 from graphs.errors import BeladyError, InputError, NoScheduleFound
 from graphs.ir import Graph
 from planner.budget import format_bytes, resolve_budget
+from planner.milp import solving
 from planner.plan import infeasible, solve, with_costs
 from planner.result import Plan, Status
 from planner.schedule import keep_all
 from planner.simulate import simulate
 
-from .rows import write_rows
+from .output import OutputLost, computing, standard_output
+from .rows import make_folder, write_rows
 
 if TYPE_CHECKING:
     from graphs.capture import Step
     from online.compare import Comparison
 
 SIZES = ("batch", "seq", "depth", "size", "vocab")
-DONE, BAD_INPUT, NOTHING_FOUND, INTERRUPTED = 0, 2, 3, 130
+DONE, BAD_INPUT, NOTHING_FOUND, INTERRUPTED, PIPE_CLOSED = 0, 2, 3, 130, 141
 
 EXAMPLES = """\
 examples:
@@ -52,10 +53,25 @@ activations and workspace. exit codes: 0 done; 2 bad input or a budget proved to
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return its exit code."""
-    arguments = parser().parse_args(argv)
+    if sys.stderr is None:  # closed: nobody reads it, and no file may take its place
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    code = _main(argv)
+    if argv is None and solving():  # the process is ours: do not wait for a solver that was interrupted
+        sys.stderr.flush()
+        os._exit(code)
+    return code
+
+
+def _main(argv: Sequence[str] | None) -> int:
     try:
-        with _libraries_print_to_stderr():
+        with standard_output():
+            arguments = parser().parse_args(argv)
             return int(arguments.run(arguments))
+    except OutputLost as error:
+        if isinstance(error.__cause__, BrokenPipeError):  # whoever read it has read enough
+            return PIPE_CLOSED
+        print(f"belady: {error}", file=sys.stderr)
+        return BAD_INPUT
     except NoScheduleFound as error:
         print(f"belady: {error}", file=sys.stderr)
         return NOTHING_FOUND
@@ -90,7 +106,9 @@ def parser() -> argparse.ArgumentParser:
     )
     _solver(command)
     command.add_argument("--execute", action="store_true", help="also train one step each way and measure time, peak, gradients")
-    command.add_argument("--plot", metavar="FILE", help="draw overhead against budget, and memory over time (.png, .svg, .pdf)")
+    command.add_argument(
+        "--plot", metavar="FILE", type=_file, help="draw overhead against budget, and memory over time (.png, .svg, .pdf)"
+    )
     _json(command)
 
     command = _command(commands, "plan", _plan, "find the optimal schedule for a budget")
@@ -98,7 +116,7 @@ def parser() -> argparse.ArgumentParser:
     _budget(command)
     _solver(command)
     command.add_argument("--execute", action="store_true", help="also train one step with the plan and measure it")
-    command.add_argument("--out", metavar="FILE", help="save the plan as JSON")
+    command.add_argument("--out", metavar="FILE", type=_file, help="save the plan as JSON")
     _json(command)
 
     command = _command(commands, "run", _run, "run an online rule under a budget")
@@ -109,7 +127,7 @@ def parser() -> argparse.ArgumentParser:
     )
     command.add_argument("--seed", type=int, default=0, help="seed of everything random (default: 0)")
     command.add_argument("--execute", action="store_true", help="run on real tensors and measure")
-    command.add_argument("--out", metavar="FILE", help="save the recorded schedule as a plan")
+    command.add_argument("--out", metavar="FILE", type=_file, help="save the recorded schedule as a plan")
     _json(command)
 
     command = _command(commands, "workloads", _workloads, "list the models that come with the program")
@@ -117,27 +135,9 @@ def parser() -> argparse.ArgumentParser:
 
     command = _command(commands, "info", _info, "ops, bytes, peak and smallest budgets of a graph")
     _target(command)
-    command.add_argument("--save-graph", metavar="FILE", help="write the graph as JSON")
+    command.add_argument("--save-graph", metavar="FILE", type=_file, help="write the graph as JSON")
     _json(command)
     return top
-
-
-@contextmanager
-def _libraries_print_to_stderr() -> Iterator[None]:
-    """Compiled libraries print to file descriptor 1 now and then; standard output is for results."""
-    if sys.__stdout__ is None or sys.stdout is not sys.__stdout__ or sys.stdout.closed:  # already taken over by somebody
-        yield
-        return
-    sys.stdout.flush()
-    terminal, real = sys.__stdout__, os.dup(1)
-    os.dup2(2, 1)
-    try:
-        with os.fdopen(os.dup(real), "w", encoding=terminal.encoding, errors=terminal.errors) as sys.stdout:
-            yield
-    finally:
-        sys.stdout = terminal
-        os.dup2(real, 1)
-        os.close(real)
 
 
 def _command(commands: Any, name: str, run: Callable[[argparse.Namespace], int], help_text: str) -> argparse.ArgumentParser:
@@ -164,10 +164,27 @@ def _target(command: argparse.ArgumentParser) -> None:
     )
 
 
+class _Once(argparse.Action):
+    """An option that has one value: given twice, it is refused."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: str | None = None
+    ) -> None:
+        if getattr(namespace, self.dest) is not None:
+            raise argparse.ArgumentError(self, "may be given only once")
+        setattr(namespace, self.dest, values)
+
+
+def _file(name: str) -> str:
+    if not name:
+        raise argparse.ArgumentTypeError("a file name cannot be empty")
+    return name
+
+
 def _budget(command: argparse.ArgumentParser, *, several: bool = False) -> None:
     command.add_argument(
         "--budget",
-        action="append" if several else "store",
+        action="append" if several else _Once,
         required=True,
         help="bytes (6GiB) or share of the keep-all peak (0.5)" + ("; may be given several times" if several else ""),
     )
@@ -182,7 +199,9 @@ def _solver(command: argparse.ArgumentParser) -> None:
 
 
 def _json(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--json", metavar="FILE", help="write result rows as JSON lines; - is standard output (then no table)")
+    command.add_argument(
+        "--json", metavar="FILE", type=_file, help="write result rows as JSON lines; - is standard output (then no table)"
+    )
 
 
 class Loaded:
@@ -206,7 +225,12 @@ class Loaded:
 
         status(f"building {name}")
         sizes = {size: getattr(arguments, size) for size in SIZES}
-        model, self.inputs, loss = load_workload(name, device=arguments.device, **sizes)
+        try:
+            model, self.inputs, loss = load_workload(name, device=arguments.device, **sizes)
+        except SystemExit as error:  # raised by the user's function
+            raise InputError(f"{name} called sys.exit({error.code!r})") from error
+        except (MemoryError, RuntimeError) as error:  # torch's allocator raises the latter
+            raise InputError(f"{name} cannot be built: {str(error).strip().partition(chr(10))[0] or 'out of memory'}") from error
         status(f"capturing {name}")
         step = capture(model, self.inputs, loss=loss, name=Path(name).stem if ":" in name else name)
         status(f"pricing {len(step.graph.ops)} ops ({arguments.costs})")
@@ -227,21 +251,10 @@ class Loaded:
         return self.step
 
 
-@contextmanager
-def _progress() -> Iterator[Callable[[str], None]]:
-    """A status line on a terminal, silence elsewhere."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield lambda _: None
-        return
-    with console.status("starting") as status:
-        yield status.update
-
-
 def _diff(arguments: argparse.Namespace) -> int:
     from online.compare import compare
 
-    with _progress() as status:
+    with computing() as status:
         loaded = Loaded(arguments, status)
         if arguments.execute:
             loaded.executable()
@@ -273,11 +286,13 @@ def _diff(arguments: argparse.Namespace) -> int:
     for block in comparison.blocks:
         if block.plan.status is Status.INFEASIBLE:
             print(f"belady: {infeasible(comparison.graph, block.budget_bytes, block.plan)}", file=sys.stderr)
+    if comparison.interrupted:
+        return _interrupted()
     return BAD_INPUT if Status.INFEASIBLE in statuses else NOTHING_FOUND if Status.UNKNOWN in statuses else DONE
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    with _progress() as status:
+    with computing() as status:
         loaded = Loaded(arguments, status)
         graph = loaded.graph
         budget_bytes = resolve_budget(arguments.budget, simulate(graph, keep_all(graph)).peak_bytes)
@@ -298,6 +313,7 @@ def _plan(arguments: argparse.Namespace) -> int:
             trials = Trials(loaded.executable(), loaded.inputs, seed=arguments.seed)
             row |= trials.planned(replace(plan, step=loaded.step)).row()
     if plan.schedule is not None and arguments.out:
+        make_folder(arguments.out)
         plan.save(arguments.out)
     if arguments.json:
         write_rows(arguments.json, [row])
@@ -305,13 +321,18 @@ def _plan(arguments: argparse.Namespace) -> int:
         _print_rows(graph, [row])
         if plan.schedule is not None and arguments.out:
             print(f"plan written to {arguments.out}")
-    return _outcome(plan)
+    return _interrupted() if plan.notes.get("stopped") == "interrupted" else _outcome(plan)
+
+
+def _interrupted() -> int:
+    print("belady: interrupted; this is what was found until then", file=sys.stderr)
+    return INTERRUPTED
 
 
 def _run(arguments: argparse.Namespace) -> int:
     from online.runtime import run
 
-    with _progress() as status:
+    with computing() as status:
         loaded = Loaded(arguments, status)
         graph = loaded.graph
         budget_bytes = resolve_budget(arguments.budget, simulate(graph, keep_all(graph)).peak_bytes)
@@ -325,6 +346,7 @@ def _run(arguments: argparse.Namespace) -> int:
             trials = Trials(loaded.executable(), loaded.inputs, seed=arguments.seed)
             row |= trials.online(budget_bytes, arguments.heuristic).row()
     if found.completed and arguments.out:
+        make_folder(arguments.out)
         found.plan().save(arguments.out)
     if arguments.json:
         write_rows(arguments.json, [row])
@@ -355,7 +377,7 @@ def _workloads(arguments: argparse.Namespace) -> int:
 def _info(arguments: argparse.Namespace) -> int:
     from planner.bounds import least_bytes, smallest_known
 
-    with _progress() as status:
+    with computing() as status:
         loaded = Loaded(arguments, status)
         graph = loaded.graph
         status("measuring the graph")
@@ -378,6 +400,7 @@ def _info(arguments: argparse.Namespace) -> int:
     if arguments.save_graph:
         from graphs.serialize import save_graph
 
+        make_folder(arguments.save_graph)
         save_graph(graph, arguments.save_graph)
     if arguments.json:
         write_rows(arguments.json, [row])
@@ -385,10 +408,9 @@ def _info(arguments: argparse.Namespace) -> int:
         table = Table(box=None, show_header=False)
         for key, cell in row.items():
             text = f"{cell:,}" if isinstance(cell, int) else str(cell)
-            share = (
-                f"{cell / trace.peak_bytes:.1%} of the keep-all peak" if key.endswith("_bytes") and isinstance(cell, int) else ""
-            )
-            table.add_row(key, text, format_bytes(cell) if key.endswith("_bytes") and isinstance(cell, int) else "", share)
+            in_bytes = cell if key.endswith("_bytes") and isinstance(cell, int) else None
+            share = f"{in_bytes / trace.peak_bytes:.1%} of the keep-all peak" if in_bytes is not None and trace.peak_bytes else ""
+            table.add_row(key, text, "" if in_bytes is None else format_bytes(in_bytes), share)
         _console().print(table)
     return DONE
 
@@ -426,7 +448,7 @@ def _print_rows(graph: Graph, rows: Sequence[dict[str, Any]]) -> None:
     base = graph.keep_all_time_ns
     for row, following in zip(rows, [*rows[1:], None], strict=True):
         cells = [
-            f"{row['budget_fraction']:.0%} {format_bytes(row['budget_bytes'])}",
+            f"{_cell(row['budget_fraction'], '{:.0%}')} {format_bytes(row['budget_bytes'])}",
             row["method"],
             row["status"],
             _cell(row["overhead"], "{:.2%}"),

@@ -13,6 +13,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
 from graphs.errors import InputError
+from planner.budget import format_bytes
 from planner.schedule import Compute, Schedule, keep_all
 from planner.simulate import simulate
 
@@ -31,7 +32,7 @@ def draw_overhead(axes: Axes, rows: Sequence[dict[str, Any]]) -> None:
     lines: dict[str, list[tuple[float, float]]] = defaultdict(list)
     bounds: dict[float, float] = {}
     for row in rows:
-        share, base = row["budget_fraction"], row["keep_all_time_ns"]
+        share, base = row["budget_fraction"] or 1.0, row["keep_all_time_ns"]  # a graph without bytes has no shares
         if row["overhead"] is not None:
             lines[row["method"]].append((share, 100 * row["overhead"]))
         if row["bound_ns"] is not None and base:
@@ -89,7 +90,8 @@ def draw_comparison(comparison: Comparison, path: str) -> None:
         schedules |= {f"{run.rule} (online)": run.schedule for run in block.runs if run.completed}
         draw_memory(axes[0][1], graph, schedules, block.budget_bytes)
         whole = comparison.keep_all.budget_bytes
-        axes[0][1].set_title(f"{graph.name} in {block.budget_bytes / whole:.0%} of the keep-all peak")
+        share = f"{block.budget_bytes / whole:.0%} of the keep-all peak" if whole else format_bytes(block.budget_bytes)
+        axes[0][1].set_title(f"{graph.name} in {share}")
     save(figure, path)
 
 

@@ -41,15 +41,23 @@ def write_rows(path: str, rows: Iterable[dict[str, Any]]) -> None:
         sys.stdout.write(text)
         sys.stdout.flush()
     else:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path)
         write_whole(path, text)
 
 
 def append_row(path: str, row: dict[str, Any]) -> None:
     """Add one row with its provenance to a file, so that a long run can be interrupted and resumed."""
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path)
     with open(path, "a", encoding="utf-8") as file:
         file.write(json.dumps({**row, **provenance()}) + "\n")
+
+
+def make_folder(path: str) -> None:
+    """Make the folder that a file is to be written to. Raises InputError naming the file."""
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror or error}") from error
 
 
 def read_rows(path: str | Path) -> list[dict[str, Any]]:

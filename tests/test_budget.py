@@ -76,3 +76,9 @@ def test_anything_else_is_refused_with_what_would_do(budget: object) -> None:
 )
 def test_bytes_as_text(size_bytes: int, text: str) -> None:
     assert format_bytes(size_bytes) == text
+
+
+def test_a_graph_that_holds_nothing_needs_nothing() -> None:
+    assert resolve_budget(0.5, 0) == resolve_budget(0, 0) == 0
+    with pytest.raises(InputError, match="give bytes"):
+        resolve_budget(-1, 0)

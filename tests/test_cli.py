@@ -4,11 +4,13 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from belady.cli import main
+from graphs.ir import Graph, Op, Value
 from graphs.serialize import save_graph
 from tests.test_compare import training_chain
 
@@ -150,3 +152,158 @@ def test_the_command_is_installed() -> None:
     done = subprocess.run([BELADY, "--help"], capture_output=True, text=True, check=True, env={**os.environ, "COLUMNS": "120"})
     for word in ("diff", "plan", "run", "workloads", "info", "examples:", "exit codes"):
         assert word in done.stdout
+
+
+# A solver that has been running for a moment when Ctrl-C comes, on a program it cannot solve within the time limit.
+INTERRUPTED = """
+import os, random, signal, sys, threading
+from belady.cli import main
+from planner import milp
+
+draw, hard = random.Random(0), milp.Milp()
+chosen = [hard.binary(draw.uniform(1, 2)) for _ in range(400)]
+for _ in range(400):
+    hard.at_least(3, draw.sample(chosen, 20))
+solve, times = milp._run, iter([None] * int(sys.argv.pop(1)))
+
+def interrupted(proto, parameters):
+    if next(times, proto) is not None:
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+        proto, parameters = hard.proto(), milp._parameters(300.0, 0.0, float("inf"), None, 0)
+    return solve(proto, parameters)
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job is started with the signal ignored
+milp._run = interrupted
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize(("solves_before", "methods"), [(0, ["cutting_stages"]), (1, ["cutting_stages"] * 2)])
+def test_an_interruption_is_said_and_leaves_the_rows_so_far(
+    solves_before: int, methods: list[str], chain_file: str, tmp_path: Path
+) -> None:
+    out = tmp_path / "rows.jsonl"
+    arguments = ["diff", chain_file, "--budget=0.7", "--budget=0.5", "--budget=0.4", "--json", out]
+    began = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED, str(solves_before), *arguments], capture_output=True, text=True, timeout=120
+    )
+    assert done.stderr.strip() == "belady: interrupted; this is what was found until then"
+    assert done.returncode == 130
+    assert time.monotonic() - began < 60  # and not the 300 that the solver goes on
+    assert [row["method"] for row in rows(out.read_text()) if "online" not in row["method"]] == ["keep_all", *methods]
+    assert "cutting_stages" in done.stdout
+
+
+def test_an_interrupted_plan_is_saved_and_said(chain_file: str, tmp_path: Path) -> None:
+    from planner import load_plan
+
+    out = tmp_path / "new" / "plan.json"
+    arguments = ["plan", chain_file, "--budget=0.5", "--out", out]
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED, "0", *arguments], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr.strip()) == (130, "belady: interrupted; this is what was found until then")
+    assert load_plan(out, training_chain(8)).notes["stopped"] == "interrupted"
+
+
+def test_a_script_that_was_interrupted_ends_after_its_solver() -> None:
+    """The thread that HiGHS is left on must not come back to an interpreter that is gone: that would abort the process."""
+    script = INTERRUPTED.partition("signal.signal")[0].replace("int(sys.argv.pop(1))", "0").replace("300.0", "1.5") + (
+        "try:\n    interrupted(hard.proto(), None)\nexcept KeyboardInterrupt:\n    print(milp.solving())\n"
+    )
+    # What is registered first runs last: after the wait for the solver.
+    first = "import atexit, signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    last = "atexit.register(lambda: print(milp.solving()))\n"
+    done = subprocess.run([sys.executable, "-c", first + last + script], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "True\nFalse\n", "")
+
+
+@pytest.mark.parametrize(
+    ("redirected", "code", "message"),
+    [
+        (">/dev/full", 2, "belady: cannot write to standard output: No space left on device"),
+        (">&-", 2, "belady: standard output is closed; send it to /dev/null where it is not wanted"),
+        (">&- 2>&-", 2, ""),
+        ("--json - >/dev/full", 2, "belady: cannot write to standard output: No space left on device"),
+    ],
+)
+def test_results_that_cannot_be_written_are_one_sentence(redirected: str, code: int, message: str, chain_file: str) -> None:
+    command = f"{BELADY} plan {chain_file} --budget 0.5 {redirected}"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr.strip(), done.stdout) == (code, message, "")
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["plan", "CHAIN", "--budget", "0.5"], ["workloads", "--json", "-"]])
+def test_a_reader_that_has_gone_is_no_error(arguments: list[str], chain_file: str) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [BELADY, *(chain_file if word == "CHAIN" else word for word in arguments)]
+    try:
+        done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=120)
+    finally:
+        os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+@pytest.mark.parametrize("ops", [0, 1])
+def test_a_graph_that_holds_nothing_and_takes_no_time(ops: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, picture = tmp_path / "empty.json", tmp_path / "p.png"
+    values = tuple(Value(f"v{i}", 0) for i in range(ops))
+    save_graph(Graph("empty", tuple(Op(f"op{i}", (), (i,), 0) for i in range(ops)), values, frozenset(), frozenset()), path)
+    for command in (["info"], ["plan", "--budget", "0.5"], ["run", "--budget", "0.5"], ["diff", "--budget=0.5", "--budget=5"]):
+        assert main([command[0], str(path), *command[1:]]) == 0
+        assert "empty" in capsys.readouterr().out
+    assert main(["diff", str(path), "--budget", "0.5", "--json", "-", "--plot", str(picture)]) == 0
+    assert {(row["overhead"], row["budget_fraction"], row["gap"]) for row in rows(capsys.readouterr().out)} == {(None, None, 0.0)}
+    assert picture.stat().st_size > 0
+
+
+def test_what_a_users_file_prints_is_not_among_the_rows(tmp_path: Path) -> None:
+    script = tmp_path / "loud.py"
+    script.write_text(
+        "import torch\nfrom torch import nn\nprint('imported')\n"
+        "def make():\n    print('made')\n    return nn.Sequential(nn.Linear(4, 4)), torch.randn(2, 4), lambda out: out.sum()\n"
+    )
+    command = [BELADY, "plan", f"{script}:make", "--device=cpu", "--budget=1.0", "--json", "-"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    assert [row["status"] for row in rows(done.stdout)] == ["OPTIMAL"]
+    assert done.stderr == "imported\nmade\n"
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("raise SystemExit(7)", "called sys.exit(7)"),
+        ("return nn.Linear(4, 4), torch.empty(2**60), None", "memory"),
+    ],
+)
+def test_a_users_function_that_ends_or_bursts(
+    body: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "mine.py"
+    script.write_text(f"import torch\nfrom torch import nn\ndef make():\n    {body}\n")
+    assert main(["info", f"{script}:make", "--device", "cpu"]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+def test_a_workload_too_large_for_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["info", "mlp", "--batch", str(10**13), "--device", "cpu"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("belady: mlp cannot be built: ") and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["plan", "CHAIN", "--budget", "0.5", "--budget", "0.4"], "--budget: may be given only once"),
+        (["plan", "CHAIN", "--budget", "0.5", "--out", ""], "--out: a file name cannot be empty"),
+        (["diff", "CHAIN", "--budget", "0.5", "--json", ""], "--json: a file name cannot be empty"),
+    ],
+)
+def test_misused_options_are_usage_errors(
+    arguments: list[str], message: str, chain_file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([chain_file if word == "CHAIN" else word for word in arguments])
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err

@@ -1,10 +1,12 @@
 """The optimum and the online rules side by side."""
 
+import sys
+
 import pytest
 
 from graphs import Graph, GraphMismatch, InputError, Op, Value
 from online import compare, diff, run
-from planner import Status, plan, simulate
+from planner import Plan, Status, plan, simulate
 
 
 def training_chain(layers: int) -> Graph:
@@ -83,6 +85,59 @@ def test_the_plan_is_never_worse_than_an_online_run(chain: Graph) -> None:
 def test_a_graph_cannot_be_executed(chain: Graph) -> None:
     with pytest.raises(InputError, match="not executed"):
         compare(chain, [0.5], execute=True)
+
+
+def test_one_budget_and_one_rule_need_no_list(chain: Graph) -> None:
+    for one, several in ((0.5, [0.5]), ("500", ["500"]), (500, [500])):
+        found = compare(chain, one, heuristics="lru")
+        assert [row["method"] for row in found.rows()] == ["keep_all", "cutting_stages", "online:lru"]
+        assert [b.budget_bytes for b in found.blocks] == [b.budget_bytes for b in compare(chain, several, heuristics=()).blocks]
+
+
+def test_a_comparison_prints_its_rows(chain: Graph) -> None:
+    found = compare(chain, [0.5, 200], heuristics=("lru",))
+    title, head, *lines = str(found).splitlines()
+    assert title == "chain: 17 ops, keep-all 0.000 ms"
+    assert head.split() == ["budget", "method", "status", "overhead", "bound", "gap", "peak", "recomputed"]
+    assert [line.split()[3:5] for line in lines] == [
+        ["keep_all", "OPTIMAL"], ["cutting_stages", "OPTIMAL"], ["online:lru", "FEASIBLE"], ["cutting_stages", "INFEASIBLE"],
+    ]  # fmt: skip
+    assert lines[1].split()[:3] == ["50%", "500", "B"] and "29.41%" in lines[1]  # 22 runs instead of 17
+    assert lines[3].split()[5:] == ["-", "0.00%", "-", "-", "-"]  # no schedule, and no bound above the keep-all time
+
+
+def test_a_comparison_that_was_interrupted_has_what_was_found(chain: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = sys.modules["online.compare"]  # the name of the module is also that of its function
+    solve = module.solve
+
+    def interrupted(graph: Graph, budget_bytes: int, **options: object) -> Plan:
+        if budget_bytes == 500:
+            raise KeyboardInterrupt
+        return solve(graph, budget_bytes, **options)
+
+    monkeypatch.setattr(module, "solve", interrupted)
+    found = compare(chain, [700, 500, 400])
+    assert found.interrupted and [block.budget_bytes for block in found.blocks] == [700]
+    assert str(found).endswith("interrupted: budgets may be missing")
+    assert not compare(chain, [700]).interrupted
+
+
+def test_misuse_is_told_in_one_sentence(chain: Graph) -> None:
+    p, o = plan(chain, 500), run(chain, 500)
+    with pytest.raises(InputError, match="diff takes a Plan, then a Run; first came a Run"):
+        diff(o, p)  # type: ignore[arg-type]
+    for wrong in (p, "resnet50", None):
+        with pytest.raises(InputError, match=r"compare takes a captured Step or a Graph, not a \w+; capture\(model"):
+            compare(wrong, [0.5])  # type: ignore[arg-type]
+        with pytest.raises(InputError, match=r"run takes a captured Step or a Graph, not a \w+; capture\(model"):
+            run(wrong, 0.5)  # type: ignore[arg-type]
+    for limit in ("x", None, True, 0.5, float("nan")):
+        with pytest.raises(InputError, match="thrash_limit must be at least 1"):
+            run(chain, 500, thrash_limit=limit)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="heuristic must be a name"):
+        run(chain, 500, heuristic=3)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="seed must be"):
+        run(chain, 500, heuristic="random", seed=-1)
 
 
 def test_progress_is_told(chain: Graph) -> None:

@@ -3,6 +3,7 @@
 import pytest
 
 from graphs import Graph, GraphMismatch, InfeasibleBudget, InputError, InvalidSchedule, Op, Value
+from online import run
 from planner import Compute, Status, keep_all, load_plan, plan, simulate, solve
 
 
@@ -74,6 +75,34 @@ def test_unusable_options_are_refused(ladder: Graph, option: dict[str, object]) 
 def test_an_invalid_start_is_the_callers_mistake(ladder: Graph) -> None:
     with pytest.raises(InvalidSchedule, match="b reads value 0"):
         plan(ladder, 30, start=(Compute(1),))
+
+
+@pytest.mark.parametrize(
+    ("start", "named"),
+    [("PLAN", "not a Plan"), ("RUN", "not a Run"), ([1, 2, 3], "not a list of other things"), (5, "not an int")],
+)
+def test_a_start_that_is_no_schedule_is_told_what_is(ladder: Graph, start: object, named: str) -> None:
+    start = {"PLAN": plan(ladder, 30), "RUN": run(ladder, 30)}.get(str(start), start)
+    with pytest.raises(InputError, match=rf"start must be a schedule, .* is its \.schedule\), {named}$"):
+        plan(ladder, 30, start=start)  # type: ignore[arg-type]
+
+
+def test_a_start_may_be_a_list(ladder: Graph) -> None:
+    assert plan(ladder, 40, start=list(keep_all(ladder))).time_ns == 70  # type: ignore[arg-type]
+
+
+def test_one_is_a_byte_and_the_message_says_so(ladder: Graph) -> None:
+    for attempt in (plan, run):
+        with pytest.raises(InfeasibleBudget, match=r"in 1 bytes .*; an int is bytes, the whole keep-all peak is 1\.0$"):
+            attempt(ladder, 1)
+
+
+def test_solve_wants_a_graph_and_bytes(ladder: Graph) -> None:
+    with pytest.raises(InputError, match=r"solve takes a Graph .*, not a str"):
+        solve("ladder", 30)  # type: ignore[arg-type]
+    for budget in (0.5, "30", None, True, -1):
+        with pytest.raises(InputError, match="solve takes a budget in whole bytes"):
+            solve(ladder, budget)  # type: ignore[arg-type]
 
 
 def test_a_saved_plan_is_for_its_graph_only(ladder: Graph, tmp_path) -> None:  # type: ignore[no-untyped-def]

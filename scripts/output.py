@@ -1,0 +1,85 @@
+"""Standard output is for results alone, and says in one sentence where they cannot be written."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
+from typing import Any
+
+from rich.console import Console
+
+from graphs.errors import BeladyError
+
+
+class OutputLost(BeladyError):
+    """Standard output does not take what is written to it."""
+
+
+class _Raw(io.FileIO):
+    """File descriptor 1, its errors told apart from those of other files."""
+
+    def __init__(self) -> None:
+        super().__init__(1, "w", closefd=False)
+        self.lost = False
+
+    def write(self, data: Any, /) -> int:
+        if self.lost:  # said once; what is still buffered goes nowhere
+            return len(memoryview(data).cast("B"))
+        try:
+            return super().write(data)
+        except OSError as error:
+            self.lost = True
+            raise OutputLost(f"cannot write to standard output: {error.strerror or error}") from error
+
+
+@contextmanager
+def standard_output() -> Iterator[None]:
+    """Within, failing to write to ``sys.stdout`` raises OutputLost; all is written when it ends. Raises it at once where it is
+    closed, before anything is computed for nobody.
+    """
+    if sys.stdout is None:
+        raise OutputLost("standard output is closed; send it to /dev/null where it is not wanted")
+    if sys.stdout is not sys.__stdout__:  # somebody else has taken it over
+        yield
+        return
+    before = sys.__stdout__
+    before.flush()
+    buffer = io.BufferedWriter(_Raw())
+    sys.stdout = io.TextIOWrapper(buffer, encoding=before.encoding, errors=before.errors, line_buffering=before.isatty())
+    try:
+        yield
+    finally:
+        written, sys.stdout = sys.stdout, before
+        written.close()
+
+
+@contextmanager
+def computing() -> Iterator[Callable[[str], None]]:
+    """A status line on a terminal, silence elsewhere. Within, whatever libraries or a user's own code print goes to standard
+    error: compiled ones to file descriptor 1, Python's to ``sys.stdout``.
+    """
+    console = Console(stderr=True)
+    with redirect_stdout(sys.stderr), _descriptor_1_is_stderr():
+        if not console.is_terminal:
+            yield lambda _: None
+            return
+        with console.status("starting") as status:
+            yield status.update
+
+
+@contextmanager
+def _descriptor_1_is_stderr() -> Iterator[None]:
+    try:
+        real = os.dup(1)
+        os.dup2(2, 1)
+    except OSError:  # an embedding program without these descriptors; nothing to protect
+        yield
+        return
+    try:
+        yield
+    finally:
+        os.dup2(real, 1)
+        os.close(real)
