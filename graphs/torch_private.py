@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import torch
 import torch._decomp  # registers the replacements that _eager_kernels takes away
-from torch import Tensor, fx, nn
+from torch import Tensor, UntypedStorage, fx, nn
 from torch._functorch._aot_autograd.descriptors import (
     BufferAOTInput,
     GradAOTOutput,
@@ -47,6 +47,7 @@ from torch.utils._pytree import (
 
 __all__ = [
     "DATA_DEPENDENT",
+    "REPLACES_IN_PLACE",
     "BoxedCodeGen",
     "FakeTensor",
     "FakeTensorMode",
@@ -55,10 +56,13 @@ __all__ = [
     "TorchDispatchMode",
     "TreeSpec",
     "as_if_compiling",
+    "in_backward",
     "is_operator",
     "is_traceable_wrapper_subclass",
     "keystr",
     "no_dispatch",
+    "quiet_stand_ins",
+    "replace_content",
     "run_and_save_rng_state",
     "run_with_rng_state",
     "storage_bytes",
@@ -70,6 +74,7 @@ __all__ = [
     "tree_leaves",
     "tree_map_only",
     "tree_unflatten",
+    "without_autocast",
 ]
 
 BoxedCodeGen = _BoxedCodeGen  # forward(list): takes its inputs out of the list, so that they too can be freed
@@ -94,6 +99,29 @@ def to_fake(tensors: Iterable[Tensor]) -> list[Tensor]:
     modes = [t.fake_mode for t in tensors if isinstance(t, FakeTensor)]
     mode = modes[0] if modes else FakeTensorMode(allow_non_fake_inputs=True)  # real constants of the model are let in
     return [t if isinstance(t, FakeTensor) else mode.from_tensor(t, static_shapes=True) for t in tensors]
+
+
+REPLACES_IN_PLACE = hasattr(torch.UntypedStorage, "_swap_data_ptr_")  # from torch 2.12 on
+
+
+def replace_content(storage: UntypedStorage, content: UntypedStorage) -> None:
+    """Give an empty storage the memory of another one, which is empty afterwards. All tensors on it see the content.
+
+    Before torch 2.12 the content is copied, and both are in memory for a moment (not ``REPLACES_IN_PLACE``).
+    """
+    if REPLACES_IN_PLACE:
+        storage._swap_data_ptr_(content)
+    else:
+        storage.resize_(content.nbytes())
+        storage.copy_(content)
+
+
+def in_backward() -> bool:
+    """Whether autograd is running a backward pass in this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+without_autocast = torch._C._DisableAutocast  # a context: operators run in the types they are given
 
 
 def is_operator(target: object) -> bool:
@@ -225,6 +253,13 @@ def _quiet(logger: str) -> Iterator[None]:
         yield
     finally:
         log.disabled = before
+
+
+@contextlib.contextmanager
+def quiet_stand_ins() -> Iterator[None]:
+    """Keep back what fake tensors log where an operator cannot run on them."""
+    with _quiet("torch._subclasses.fake_tensor"):
+        yield
 
 
 @contextlib.contextmanager
