@@ -10,9 +10,12 @@ from graphs.ir import Graph
 from planner.result import Plan
 
 METHODS = {
+    "checkmate": "planner.methods.checkmate",
     "cutting_stages": "planner.methods.cutting_stages",
     "keep_all": "planner.methods.keep_all",
     "moccasin": "planner.methods.moccasin",
+    "revolve": "planner.methods.revolve",
+    "rotor": "planner.methods.rotor",
 }
 
 

@@ -1,0 +1,491 @@
+"""Give one Milp to any solver: CBC and others through PuLP, HiGHS and SCIP through OR-Tools.
+
+What a solver says of itself is not taken at its word: statuses are read from each solver's own words, a bound is only what it
+has proved (a time limit or a gap proves less than "Optimal" sounds), and what cannot be read counts as not known.
+The solve runs on a thread of its own, so that a time limit holds and Ctrl-C is answered whatever the solver does.
+"""
+
+from __future__ import annotations
+
+import atexit
+import inspect
+import math
+import os
+import re
+import signal
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from graphs.errors import InputError
+from planner.milp import Milp, Outcome
+
+# Names of our own for what PuLP has under several, in the order in which they are tried.
+PULP_NAMES = {
+    "cplex": ("CPLEX_PY", "CPLEX_CMD"),
+    "glpk": ("GLPK_CMD", "PYGLPK"),
+    "gurobi": ("GUROBI", "GUROBI_CMD"),
+    "mosek": ("MOSEK",),
+    "xpress": ("XPRESS_PY", "XPRESS"),
+}
+CBC = ("cbc", "PULP_CBC_CMD", "COIN_CMD")
+MATH_OPT = {"highs": "SOLVER_TYPE_HIGHS", "scip": "SOLVER_TYPE_GSCIP"}
+DEFAULT_GAP = 1e-4  # relative, of a solver that cannot be told another
+GRACE_S, GRACE_SHARE = 0.3, 0.03  # how much longer than its limit a solver may take before it is told to stop
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What came of a solve.
+
+    outcome  SOLVED (a solution, proved within the asked gap), STOPPED (a solution may be there) or INFEASIBLE (proved)
+    values   one per variable, None where no solution was found
+    cost     of ``values``, infinite without
+    bound    no solution costs less (-inf where nothing was proved)
+    stopped  why it ended before its proof was done; None where it did not
+    """
+
+    outcome: Outcome
+    values: list[float] | None = None
+    cost: float = math.inf
+    bound: float = -math.inf
+    stopped: str | None = None
+
+
+def minimise(
+    milp: Milp,
+    *,
+    solver: str = "cbc",
+    time_limit_s: float,
+    gap: float = 0.0,
+    start: Sequence[float] | None = None,
+    seed: int = 0,
+) -> Answer:
+    """Solve with any solver; with no integer variables, the LP.
+
+    solver        "cbc", "highs", "scip"; "gurobi", "cplex", "xpress", "mosek", "glpk" where installed and licensed; or PuLP's own
+                  name of any solver
+    time_limit_s  kept within 3 % + 1 s; the best solution and bound until then are returned, and on Ctrl-C too
+    gap           stop when cost - bound is at most this (absolute)
+    start         a solution to begin with, one number per variable
+    seed          for solvers that can be given one
+
+    Raises InputError where there is no such solver, or where it cannot run here.
+    """
+    run = _backend(milp, solver, max(0.01, time_limit_s), gap, start, seed)
+    answers: list[Answer] = []
+    errors: list[BaseException] = []
+    done = threading.Event()
+
+    def work() -> None:
+        try:
+            answers.append(run.solve())
+        except BaseException as error:  # handed to the caller below
+            errors.append(error)
+        finally:
+            done.set()
+
+    _running.append(done)
+    threading.Thread(target=work, name=solver, daemon=True).start()
+    stopped = None
+    try:
+        if not done.wait((1 + GRACE_SHARE) * time_limit_s + GRACE_S):
+            stopped = "time limit"
+    except KeyboardInterrupt:
+        stopped = "interrupted"
+    try:
+        if stopped:
+            run.stop()
+            done.wait(0.5)
+    finally:
+        run.kill()
+        if done.is_set():
+            _running.remove(done)
+    if stopped and not answers:
+        return replace(run.so_far(), stopped=stopped)
+    if errors:
+        raise errors[0]
+    return replace(answers[0], stopped=stopped) if stopped and answers[0].stopped else answers[0]
+
+
+_running: list[threading.Event] = []  # solves that went on after their caller had left; each is set at its end
+
+
+@atexit.register
+def _wait() -> None:
+    """A thread that comes back from a solver while the interpreter is being torn down would abort the process."""
+    for done in _running:
+        done.wait()
+
+
+class _Run(Protocol):
+    """One solve. ``stop`` asks it to end soon, ``kill`` ends what can be ended; ``so_far`` is what it had then."""
+
+    def solve(self) -> Answer: ...
+    def stop(self) -> None: ...
+    def kill(self) -> None: ...
+    def so_far(self) -> Answer: ...
+
+
+def check_solver(solver: str) -> None:
+    """Raises InputError where there is no such solver, or where it cannot run here."""
+    if solver in CBC:
+        _cbc_path()
+    elif solver not in MATH_OPT:
+        _pulp_name(solver)
+
+
+def _backend(milp: Milp, solver: str, time_limit_s: float, gap: float, start: Sequence[float] | None, seed: int) -> _Run:
+    if solver in MATH_OPT:
+        return _MathOpt(milp, MATH_OPT[solver], time_limit_s, gap, start, seed)
+    if solver in CBC:
+        return _Cbc(milp, time_limit_s, gap, start, seed)
+    return _Pulp(milp, _pulp_name(solver), time_limit_s, gap, start, seed)
+
+
+def _pulp_name(solver: str) -> str:
+    """The name of a PuLP solver that can run here. Raises InputError with what to do where there is none."""
+    import pulp
+
+    names = PULP_NAMES.get(solver, (solver,))
+    if names[0] not in pulp.listSolvers():
+        known = ", ".join(sorted({"cbc", *MATH_OPT, *PULP_NAMES}))
+        raise InputError(f"unknown solver {solver!r}; there are: {known}, and PuLP's own names: {', '.join(pulp.listSolvers())}")
+    for name in names:
+        if pulp.getSolver(name, msg=False).available():
+            return name
+    raise InputError(
+        f"the solver {solver!r} is not installed or has no licence here (PuLP cannot run {' or '.join(names)}); install it, or "
+        "use one that comes along: cbc, highs, scip"
+    )
+
+
+class _Cbc:
+    """CBC as PuLP ships it, run on an MPS file. Its log and not its status word says what it proved."""
+
+    def __init__(self, milp: Milp, time_limit_s: float, gap: float, start: Sequence[float] | None, seed: int) -> None:
+        self._milp, self._time_limit_s, self._gap, self._start, self._seed = milp, time_limit_s, gap, start, seed
+        self._folder = tempfile.TemporaryDirectory(prefix="cbc-")
+        self._process: subprocess.Popen[bytes] | None = None
+        self._path = _cbc_path()
+
+    def solve(self) -> Answer:
+        began = time.perf_counter()
+        folder = Path(self._folder.name)
+        write_mps(self._milp, folder / "model.mps")
+        command = [self._path, "model.mps", "-timeMode", "elapsed", "-ratio", "0", "-allow", repr(self._gap)]
+        command += ["-randomSeed", str(self._seed), "-randomCbcSeed", str(self._seed)]
+        if self._start is not None:
+            write_start(self._milp, self._start, folder / "start.sol")
+            command += ["-mips", "start.sol"]
+        left_s = max(0.01, self._time_limit_s - (time.perf_counter() - began))
+        solve = "-solve" if any(self._milp.integer) else "-initialSolve"
+        command += ["-sec", f"{left_s:.3f}", solve, "-solution", "solution.txt"]
+        with open(folder / "log.txt", "wb") as log:
+            # In a process group of its own: Ctrl-C in a terminal is for us to pass on, once.
+            self._process = subprocess.Popen(
+                command, cwd=folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            )
+            code = self._process.wait()
+        if code and code != -signal.SIGKILL:
+            raise AssertionError(f"CBC ended with code {code}: {self._log()[-500:]}")
+        return self._read()
+
+    def stop(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self._process.send_signal(signal.SIGINT)
+
+    def kill(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self._process.kill()
+
+    def so_far(self) -> Answer:
+        return Answer(Outcome.STOPPED, bound=cbc_bound(self._log()))
+
+    def _log(self) -> str:
+        path = Path(self._folder.name, "log.txt")
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def _read(self) -> Answer:
+        path, log = Path(self._folder.name, "solution.txt"), self._log()
+        if not path.exists():  # killed, or stopped before it had begun
+            return Answer(Outcome.STOPPED, bound=cbc_bound(log), stopped="time limit")
+        with open(path) as lines:
+            status = next(lines, "").strip()
+            outcome, has_values = cbc_outcome(status, log)
+            if outcome is Outcome.INFEASIBLE:
+                return Answer(outcome, bound=math.inf)
+            values = [0.0] * len(self._milp.cost)
+            if has_values:
+                for line in lines:
+                    parts = line.replace("**", "").split()
+                    values[int(parts[1][1:])] = float(parts[2])
+        bound = cbc_bound(log)
+        if not has_values:
+            return Answer(Outcome.STOPPED, bound=bound, stopped="time limit")
+        cost = _cost(self._milp, values)
+        if outcome is Outcome.SOLVED:
+            return Answer(outcome, values, cost, max(bound, cost - self._gap))
+        return Answer(outcome, values, cost, min(bound, cost), "time limit")
+
+
+def _cbc_path() -> str:
+    """CBC's path: the binary in PuLP, or where PuLP has none any more, the one that it would find."""
+    import pulp
+
+    if "PULP_CBC_CMD" in pulp.listSolvers():
+        path = str(pulp.PULP_CBC_CMD.pulp_cbc_path)
+        if os.access(path, os.X_OK):
+            return path
+    command = pulp.COIN_CMD(msg=False)
+    if not command.available():
+        raise InputError(
+            "PuLP ships no CBC for this machine and none is installed; use solver='highs' or 'scip', which come along"
+        )
+    return str(command.path)
+
+
+def cbc_outcome(status: str, log: str) -> tuple[Outcome, bool]:
+    """What the first line of CBC's solution file means, and whether a solution follows.
+
+    "Stopped on time - objective value ..." comes with a solution, "Stopped on time (no integer solution - continuous used)"
+    with one of the relaxation only. "Infeasible" is a proof only where no limit was met, and "Optimal" holds within the gap.
+    Raises AssertionError for words that are not known.
+    """
+    limit_met = "Stopped on time" in log or "Exiting on maximum time" in log or "stopped on time" in log
+    if status.startswith("Optimal"):
+        return (Outcome.STOPPED if limit_met else Outcome.SOLVED), True
+    if status.startswith(("Infeasible", "Integer infeasible")):
+        return (Outcome.STOPPED, False) if limit_met else (Outcome.INFEASIBLE, False)
+    if status.startswith("Stopped"):
+        return Outcome.STOPPED, "objective value" in status and "continuous used" not in status and "no integer" not in status
+    raise AssertionError(f"CBC's solution file begins with {status!r}")
+
+
+def cbc_bound(log: str) -> float:
+    """The best bound in CBC's log, -inf where there is none. It is rounded there to as many digits as are printed."""
+    found = [float(number) for number in _CBC_BOUND.findall(log)]
+    return max((b for b in found if abs(b) < 1e49), default=-math.inf)
+
+
+_NUMBER = r"(-?\d+(?:\.\d*)?(?:e[+-]?\d+)?)"
+_CBC_BOUND = re.compile(rf"(?:best possible |^Lower bound: +|^Continuous objective value is ){_NUMBER}", re.MULTILINE)
+
+
+class _MathOpt:
+    """HiGHS and SCIP through OR-Tools, which can end neither (its interrupter makes SCIP print errors on standard error).
+
+    HiGHS writes solutions to a file as it finds them; of an interrupted SCIP only the bound in its log is left.
+    """
+
+    def __init__(self, milp: Milp, kind: str, time_limit_s: float, gap: float, start: Sequence[float] | None, seed: int) -> None:
+        self._milp, self._kind, self._time_limit_s, self._gap, self._start, self._seed = (
+            milp, kind, time_limit_s, gap, start, seed,
+        )  # fmt: skip
+        self._folder = tempfile.TemporaryDirectory(prefix="highs-")
+        self._log: list[str] = []
+
+    def solve(self) -> Answer:
+        from ortools.math_opt import result_pb2
+
+        began = time.perf_counter()
+        result = self._once(self._time_limit_s, presolve=True)
+        infeasible = (
+            result_pb2.TERMINATION_REASON_INFEASIBLE,
+            result_pb2.TERMINATION_REASON_INFEASIBLE_OR_UNBOUNDED,  # never unbounded: every variable has bounds
+        )
+        left_s = self._time_limit_s - (time.perf_counter() - began)
+        if result.termination.reason in infeasible and self._kind == MATH_OPT["highs"]:
+            # HiGHS's presolve has called feasible models infeasible, so its word is asked for again without presolve.
+            if left_s <= 0:
+                return Answer(Outcome.STOPPED, stopped="time limit")
+            result = self._once(left_s, presolve=False)
+        reason = result.termination.reason
+        if reason in infeasible:
+            return Answer(Outcome.INFEASIBLE, bound=math.inf)
+        if reason not in (
+            result_pb2.TERMINATION_REASON_OPTIMAL,
+            result_pb2.TERMINATION_REASON_FEASIBLE,
+            result_pb2.TERMINATION_REASON_NO_SOLUTION_FOUND,
+        ):
+            raise AssertionError(f"{self._kind} ended with {result.termination}")
+        bound = result.termination.objective_bounds.dual_bound
+        outcome, stopped = Outcome.SOLVED, None
+        if reason != result_pb2.TERMINATION_REASON_OPTIMAL:
+            outcome, stopped = Outcome.STOPPED, "time limit"
+        if not result.solutions:
+            return Answer(outcome, bound=bound, stopped=stopped)
+        values = list(result.solutions[0].primal_solution.variable_values.values)
+        return Answer(outcome, values, _cost(self._milp, values), bound, stopped)
+
+    def _once(self, time_limit_s: float, *, presolve: bool) -> Any:
+        from ortools.math_opt import callback_pb2, model_parameters_pb2, parameters_pb2
+        from ortools.math_opt.core.python import solver
+
+        parameters = parameters_pb2.SolveParametersProto()
+        parameters.time_limit.FromNanoseconds(max(1, int(time_limit_s * 1e9)))
+        parameters.absolute_gap_tolerance = self._gap
+        parameters.relative_gap_tolerance = 0.0
+        parameters.random_seed = self._seed
+        if not presolve:
+            parameters.presolve = parameters_pb2.EMPHASIS_OFF
+        if self._kind == MATH_OPT["highs"]:
+            parameters.highs.string_options["mip_improving_solution_file"] = self._improving
+            parameters.highs.bool_options["mip_improving_solution_save"] = True
+        model_parameters = model_parameters_pb2.ModelSolveParametersProto()
+        if self._start is not None:
+            hint = model_parameters.solution_hints.add()
+            hint.variable_values.ids.extend(range(len(self._start)))
+            hint.variable_values.values.extend(self._start)
+        return solver.solve(
+            self._milp.proto(),
+            getattr(parameters_pb2, self._kind),
+            parameters_pb2.SolverInitializerProto(),
+            parameters,
+            model_parameters,
+            self._log.extend,
+            callback_pb2.CallbackRegistrationProto(),
+            None,
+            None,
+        )
+
+    @property
+    def _improving(self) -> str:
+        return str(Path(self._folder.name, "improving.sol"))
+
+    def stop(self) -> None:
+        """It ends at its own time limit."""
+
+    def kill(self) -> None:
+        """As ``stop``."""
+
+    def so_far(self) -> Answer:
+        bound = logged_bound(self._log)
+        values = highs_solution(Path(self._improving), len(self._milp.cost))
+        return Answer(Outcome.STOPPED, values, math.inf if values is None else _cost(self._milp, values), bound)
+
+
+def logged_bound(log: Sequence[str]) -> float:
+    """The best bound in the tables that HiGHS and SCIP log, -inf where there is none, less a unit of the last digit printed."""
+    best = -math.inf
+    for line in log:
+        if match := _HIGHS_ROW.match(line) or _SCIP_ROW.match(line):
+            mantissa, _, exponent = match[1].partition("e")
+            digits = len(mantissa.partition(".")[2])
+            best = max(best, float(match[1]) - 10.0 ** (int(exponent or 0) - digits))
+    return best
+
+
+_HIGHS_ROW = re.compile(rf"^ ?[A-Za-z]? +\d+ +\d+ +\d+ +[\d.]+% +{_NUMBER} ")
+_SCIP_ROW = re.compile(rf"^.{{1,2}}? *[\d.]+s\|.*\| *{_NUMBER} *\|[^|]*\|[^|]*\|[^|]*$")
+
+
+def highs_solution(path: Path, count: int) -> list[float] | None:
+    """The last whole solution in the file that HiGHS writes improving ones to."""
+    if not path.exists():
+        return None
+    for block in reversed(path.read_text().split("# Columns ")[1:]):
+        lines = block.split("\n")
+        numbers = lines[1 : count + 1]
+        if len(numbers) == count and len(lines) > count + 1:  # the line after the last number is there: nothing was cut off
+            return [float(number) for number in numbers]
+    return None
+
+
+class _Pulp:
+    """Any other solver of PuLP's. PuLP hides bounds, so only "Optimal" before the time limit proves one, less the gap."""
+
+    def __init__(self, milp: Milp, name: str, time_limit_s: float, gap: float, start: Sequence[float] | None, seed: int) -> None:
+        self._milp, self._name, self._time_limit_s, self._gap, self._start = milp, name, time_limit_s, gap, start
+
+    def solve(self) -> Answer:
+        import pulp
+
+        began = time.perf_counter()
+        with tempfile.TemporaryDirectory(prefix="pulp-") as folder:
+            path = Path(folder, "model.mps")
+            write_mps(self._milp, path)
+            variables, problem = pulp.LpProblem.fromMPS(str(path))
+        if self._start is not None:
+            for i, value in enumerate(self._start):
+                variables[f"x{i}"].setInitialValue(round(value) if self._milp.integer[i] else value, check=False)
+        asked = {
+            "timeLimit": max(1.0, self._time_limit_s - (time.perf_counter() - began)),
+            "gapAbs": self._gap,
+            "gapRel": 0.0,
+            "warmStart": self._start is not None,
+        }
+        known = inspect.signature(type(pulp.getSolver(self._name, msg=False)).__init__).parameters
+        options = {key: value for key, value in asked.items() if key in known}
+        problem.solve(pulp.getSolver(self._name, msg=False, **options))
+        in_time = time.perf_counter() - began < 0.95 * self._time_limit_s
+        if problem.sol_status == pulp.LpSolutionInfeasible:
+            return Answer(Outcome.INFEASIBLE, bound=math.inf) if in_time else Answer(Outcome.STOPPED, stopped="time limit")
+        values = [variables[f"x{i}"].varValue for i in range(len(self._milp.cost))]
+        if problem.sol_status not in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible) or None in values:
+            return Answer(Outcome.STOPPED, stopped=f"{self._name} says {pulp.LpStatus[problem.status]}")
+        cost = _cost(self._milp, values)
+        if problem.sol_status == pulp.LpSolutionOptimal and in_time:
+            given = 0.0 if "gapRel" in options else DEFAULT_GAP
+            return Answer(Outcome.SOLVED, values, cost, cost - max(self._gap, given * abs(cost)))
+        return Answer(Outcome.STOPPED, values, cost, stopped="time limit")
+
+    def stop(self) -> None:
+        """PuLP offers no way; the solver ends at its own time limit."""
+
+    def kill(self) -> None:
+        """As ``stop``."""
+
+    def so_far(self) -> Answer:
+        return Answer(Outcome.STOPPED)
+
+
+def _cost(milp: Milp, values: Sequence[float]) -> float:
+    return sum(c * x for c, x in zip(milp.cost, values, strict=True))
+
+
+def write_mps(milp: Milp, path: Path) -> None:
+    """Write a Milp as free MPS: columns x0, x1, ..., rows r0, r1, ..."""
+    columns: list[list[str]] = [[] for _ in milp.cost]
+    for row, x, a in milp.entries:
+        columns[x].append(f" x{x} r{row} {a!r}\n")
+    with open(path, "w") as out:
+        out.write("NAME milp\nROWS\n N cost\n")
+        sides = list(zip(milp.row_lower, milp.row_upper, strict=True))
+        for r, (low, high) in enumerate(sides):
+            assert low == high or math.isinf(low) or math.isinf(high), f"row {r} is a range"
+            out.write(f" {'E' if low == high else 'G' if math.isinf(high) else 'L'} r{r}\n")
+        out.write("COLUMNS\n")
+        integer = False
+        for x, lines in enumerate(columns):
+            if milp.integer[x] != integer:
+                integer = milp.integer[x]
+                out.write(f" M{x} 'MARKER' '{'INTORG' if integer else 'INTEND'}'\n")
+            out.write(f" x{x} cost {float(milp.cost[x])!r}\n")
+            out.writelines(lines)
+        if integer:
+            out.write(" M 'MARKER' 'INTEND'\n")
+        out.write("RHS\n")
+        for r, (low, high) in enumerate(sides):
+            if right := high if math.isinf(low) else low:
+                out.write(f" RHS r{r} {float(right)!r}\n")
+        out.write("BOUNDS\n")
+        for x, (low, high) in enumerate(zip(milp.lower, milp.upper, strict=True)):
+            if low:
+                out.write(f" LO BND x{x} {float(low)!r}\n")
+            out.write(f" UP BND x{x} {float(high)!r}\n")
+        out.write("ENDATA\n")
+
+
+def write_start(milp: Milp, values: Sequence[float], path: Path) -> None:
+    """Write a solution in the way CBC reads one to start from: the integer variables, the others follow."""
+    with open(path, "w") as out:
+        out.write("Stopped on time - objective value 0\n")
+        for x, value in enumerate(values):
+            if milp.integer[x]:
+                out.write(f"{x} x{x} {round(value)} 0\n")
