@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from graphs.errors import CaptureError, InputError
+from graphs.fingerprint import Fingerprint
 from graphs.inputs import InputForm, Inputs, Loss, check_input, flatten, leaves_like, own_example, plain, splitter
 from graphs.ir import Graph, Op, Value
 from graphs.rewrite import (
@@ -112,6 +113,7 @@ class Step:
     form       of the inputs
     modes      train/eval flag of every module of the model, in the order of ``model.modules()``: the graph is for these
     body       model and loss as they were traced
+    fingerprint  of both: notices what was edited since
     autocast   dtype of the autocast region around both; None without one
 
     Parameters and buffers with several names (tied weights) are one placeholder under their first name, with one gradient.
@@ -129,6 +131,7 @@ class Step:
     form: InputForm = field(repr=False)
     modes: tuple[bool, ...] = field(repr=False)
     body: Body = field(repr=False)
+    fingerprint: Fingerprint = field(repr=False)
     autocast: torch.dtype | None
 
     def eager(self, inputs: Inputs) -> Tensor:
@@ -170,9 +173,17 @@ class Step:
         return {node: at for at, node in enumerate(self.module.graph.nodes)}
 
     @functools.cached_property
-    def _getters(self) -> tuple[Callable[[nn.Module], Tensor] | None, ...]:
-        state = ("parameter", "buffer")
-        return tuple(operator.attrgetter(s.name) if s.kind in state else None for s in self.sources)
+    def _places(self) -> tuple[tuple[Mapping[str, Tensor], str] | None, ...]:
+        """For each source, where the model holds it: a dict of one of its modules, and the key."""
+
+        def place(source: Source) -> tuple[Mapping[str, Tensor], str] | None:
+            if source.kind not in ("parameter", "buffer"):
+                return None
+            path, _, key = source.name.rpartition(".")
+            part = self.model.get_submodule(path)
+            return cast(Any, part._parameters if source.kind == "parameter" else part._buffers), key
+
+        return tuple(map(place, self.sources))
 
     @functools.cached_property
     def _shared(self) -> tuple[tuple[int, int], ...]:
@@ -224,7 +235,7 @@ def capture(
     autocast = region_of(autocast, where)
 
     body = Body(model, loss, splitter(loss, given))
-    joint = trace(name, body, state, leaves, form.spec, where, autocast)
+    joint, watch = trace(name, body, state, leaves, form.spec, where, autocast)
     graph = joint.module.graph
     sources, tensors = _sources(joint, state, leaves, form)
     for node, tensor in lift_constants(joint.module):
@@ -270,6 +281,7 @@ def capture(
         form,
         tuple(part.training for part in model.modules()),
         body,
+        Fingerprint(body, watch.reads, watch.changed),
         autocast,
     )
 
@@ -282,15 +294,17 @@ def bind(step: Step, inputs: Inputs, tangent: Tensor | None = None, *, detached:
     detached  parameters and buffers come as tensors without gradient; otherwise as what the model holds
 
     Raises InputError naming what differs from the captured step: shape, dtype, device, layout, an argument that is no tensor,
-    a parameter frozen since, a module switched between training and evaluation, tensors that shared their memory then.
+    a parameter frozen since, tensors that shared their memory then, and what ``step.fingerprint`` notices: modules replaced or
+    switched between training and evaluation, hooks, attributes.
     """
     leaves = leaves_like(step.form, inputs)
-    if tuple(part.training for part in step.model.modules()) != step.modes:
-        raise InputError("a module was switched between training and evaluation after the step was captured; capture it again")
+    step.fingerprint.check()
     bound: list[Tensor] = []
-    for source, getter, want in zip(step.sources, step._getters, step._wanted, strict=True):
-        if getter is not None:
-            tensor = getter(step.model)
+    for source, place, want in zip(step.sources, step._places, step._wanted, strict=True):
+        if place is not None:
+            tensor = cast(Tensor, place[0].get(place[1]))
+            if tensor is None:
+                raise InputError(f"{source.name} was removed after the step was captured; capture it again")
             if tensor.requires_grad != source.trainable:
                 raise InputError(f"{source.name} was frozen or unfrozen after the step was captured; capture it again")
             if detached:

@@ -70,6 +70,21 @@ def lift_constants(module: fx.GraphModule) -> list[tuple[fx.Node, Tensor]]:
     return list(lifted.values())
 
 
+def read_sources_directly(graph: fx.Graph) -> None:
+    """Take the copies of placeholders away that tracing puts before a buffer is replaced: nothing is written in this graph.
+
+    One that is an output stays, since an output has memory of its own.
+    """
+    returned = set(graph.output_node().all_input_nodes)
+    for node in graph.find_nodes(op="call_function", target=aten.clone.default):
+        source = node.all_input_nodes[0]
+        if source.op == "placeholder" and not node.kwargs and node not in returned:
+            if source.meta["val"].stride() != node.meta["val"].stride():
+                continue
+            node.replace_all_uses_with(source)
+            graph.erase_node(node)
+
+
 def remove_dead(graph: fx.Graph) -> None:
     """Remove what nobody reads, profiler marks, and second ``getitem`` nodes of one tensor. Random draws and effects stay."""
     for node in reversed(graph.nodes):

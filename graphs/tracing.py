@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import random
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from graphs.errors import CaptureError
 from graphs.inputs import Arguments, Loss, check_tensor
+from graphs.rewrite import read_sources_directly
 from graphs.torch_private import (
     DATA_DEPENDENT,
     Joint,
@@ -27,8 +27,10 @@ from graphs.torch_private import (
     tree_map_only,
     tree_unflatten,
 )
+from graphs.watch import Watch, generators_kept
 
 aten = torch.ops.aten
+_BATCH_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 
 
 def state_of(model: nn.Module, loss: Loss | None) -> dict[str, Tensor]:
@@ -44,6 +46,11 @@ def state_of(model: nn.Module, loss: Loss | None) -> dict[str, Tensor]:
     for name, part in model.named_modules():
         if part._backward_hooks or part._backward_pre_hooks:
             raise CaptureError(f"{name or who} has a backward hook, which a captured step would not call; remove it")
+        if isinstance(part, _BATCH_NORMS) and part.momentum is None and part.training and part.track_running_stats:
+            raise CaptureError(
+                f"{name or who} averages its statistics over all steps so far (momentum=None), so that each step computes with "
+                f"another number; give it a momentum"
+            )
     state: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for name, tensor in state.items():
         check_tensor(name, tensor)
@@ -138,36 +145,51 @@ def trace(
     spec: TreeSpec,
     where: torch.device,
     autocast: torch.dtype | None,
-) -> Joint:
+) -> tuple[Joint, Watch]:
     """Trace forward, loss and backward of ``body`` on the inputs with these leaves; ``state`` is that of its model.
 
     Nothing is changed: not the model, whatever its forward assigns, and no generator. Raises CaptureError.
     """
     slots = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
 
-    watch: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
+    watch = Watch(name, body)
+    assigned: set[str] = set()  # buffers the forward gives other tensors; it may read the old ones, so these are kept apart
+    constants: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
 
     def run(state_now: list[Tensor], tensors_now: list[Tensor]) -> Tensor:
         filled = list(leaves)
         for i, tensor in zip(slots, tensors_now, strict=True):
             filled[i] = tensor
         given = {f"model.{key}": tensor for key, tensor in zip(state, state_now, strict=True)}
-        after = dict(given)
+        passed = {key: tensor.clone() if key in assigned else tensor for key, tensor in given.items()}
+        after = dict(passed)
         # The backward stays outside of the region, as it does in a training loop.
-        with watch(), contextlib.nullcontext() if autocast is None else torch.autocast(where.type, dtype=autocast):
+        region = contextlib.nullcontext() if autocast is None else torch.autocast(where.type, dtype=autocast)
+        with region, constants(), watch.call():
             loss = torch.func.functional_call(body, after, (tree_unflatten(filled, spec),))
         assert isinstance(loss, Tensor)
-        for key, tensor in given.items():
-            if after[key] is not tensor:
-                _assigned(name, key.removeprefix("model."), tensor, after[key])
+        for key in given:
+            if after[key] is not passed[key]:
+                _assigned(name, key.removeprefix("model."), given[key], after[key])
+                assigned.add(key)
         return loss
 
-    def attempt(known: bool = False) -> Joint:
-        nonlocal watch
-        watch = _Constants if known else contextlib.nullcontext
-        with _plain_context(where), _untouched(body, where):
+    def attempt(known: bool = False) -> tuple[Joint, Watch]:
+        nonlocal watch, constants
+        watch = Watch(name, body)
+        constants = _Constants if known else contextlib.nullcontext
+        with _plain_context(where), _untouched(watch, where):
             fakes = to_fake([*state.values(), *(leaves[i].detach() for i in slots)])
-            return trace_joint(run, fakes[: len(state)], fakes[len(state) :])
+            try:
+                joint = trace_joint(run, fakes[: len(state)], fakes[len(state) :])
+            except Exception as error:
+                kept = watch.explain()
+                if kept is None or isinstance(error, CaptureError):
+                    raise
+                raise CaptureError(kept) from error
+        if assigned:
+            read_sources_directly(joint.module.graph)
+        return joint, watch
 
     try:
         with contextlib.suppress(*DATA_DEPENDENT):
@@ -251,26 +273,10 @@ def _plain_context(where: torch.device) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _untouched(module: nn.Module, where: torch.device) -> Iterator[None]:
+def _untouched(watch: Watch, where: torch.device) -> Iterator[None]:
     """Undo what a traced forward leaves behind: attributes of modules, and draws from the random generators."""
-    saved = [(part, dict(vars(part))) for part in module.modules()]
-    boxes = [
-        (box, list(box.items()) if isinstance(box, dict) else list(box))
-        for _, attributes in saved
-        for box in attributes.values()
-        if isinstance(box, dict | list | set)
-    ]
-    python = random.getstate()
-    try:
-        with torch.random.fork_rng([where] if where.type == "cuda" else []):
+    with generators_kept(), torch.random.fork_rng([where] if where.type == "cuda" else []):
+        try:
             yield
-    finally:
-        random.setstate(python)
-        for part, attributes in saved:
-            now = vars(part)
-            for key in now.keys() - attributes.keys():
-                del now[key]
-            now.update(attributes)
-        for box, content in boxes:
-            box.clear()
-            box.extend(content) if isinstance(box, list) else box.update(content)
+        finally:
+            watch.undo()

@@ -2,12 +2,14 @@
 
 import copy
 import operator
+import random
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -176,6 +178,24 @@ def moving_average(model: Lambda, x: Tensor) -> Tensor:
     return square(model.linear(x) * model.moving)
 
 
+def changing_places(model: Lambda, x: Tensor) -> Tensor:
+    before = model.moving
+    model.moving, model.other = model.other, model.moving
+    return square(model.linear(x) * model.moving * before.exp())
+
+
+def places_case() -> Case:
+    case = lambda_case(changing_places, x8)
+    case.model.register_buffer("other", torch.linspace(0, 1, 8))
+    return case
+
+
+def average_read_before_and_after(model: Lambda, x: Tensor) -> Tensor:
+    y = model.linear(x) * (1 + model.moving)
+    model.moving = 0.9 * model.moving + 0.1 * y.detach().mean(0)
+    return square(y * model.moving)
+
+
 def two_branches(model: Lambda, x: Tensor) -> Tensor:
     return square(torch.cond(x.sum() > 0, lambda t: model.linear(t), lambda t: 2 * t, (x,)) + model.linear(x))
 
@@ -225,6 +245,8 @@ CASES: dict[str, Callable[[], Case]] = {
         lambda m, x: square(m.linear(x) + torch.randn_like(x) + torch.randperm(8) + torch.empty(8).uniform_()), x8
     ),
     "assigned buffer": lambda: lambda_case(moving_average, x8),
+    "assigned buffer, read before": lambda: lambda_case(average_read_before_and_after, x8),
+    "buffers changing places": places_case,
     "nested inputs": lambda: lambda_case(
         lambda m, xs, extra: square(m.linear(xs[0]) * extra["n"] + extra["y"]), [x8, 3], {"y": x8 + 1, "n": 2, "none": None}
     ),
@@ -591,6 +613,65 @@ def counted(model, x):
 
 UNREGISTERED = torch.ones(8, requires_grad=True)
 
+
+def with_attribute(function: Callable[..., Any], **attributes: Any) -> Step:
+    model = Lambda(function)
+    for key, value in attributes.items():
+        setattr(model, key, value)
+    return capture(model, x8)
+
+
+def counts_calls(model, x):
+    model.n += 1
+    return square(model.linear(x) * model.n)
+
+
+def counts_calls_for_later(model, x):  # nothing shows in two calls, but something will
+    model.n += 1
+    return square(model.linear(x)) * (2.0 if model.n > 100 else 1.0)
+
+
+def first_call_differs(model, x):
+    scale = 1.0 if model.started else 3.0
+    model.started = True
+    return square(model.linear(x) * scale)
+
+
+def keeps_average(model, x):
+    y = model.linear(x)
+    model.plain = 0.9 * model.plain + 0.1 * y.detach().mean(0)
+    return square(y * model.plain)
+
+
+def remembers(model, x):
+    model.memory.append(model.linear(x))
+    return square(torch.stack(model.memory))
+
+
+def caches_lazily(model, x):
+    if model.cache is None:
+        model.cache = torch.arange(8.0)
+    return square(model.linear(x) * model.cache)
+
+
+def caches_in_a_dict(model, x):
+    if "cache" not in model.memory:
+        model.memory["cache"] = torch.arange(8.0)
+    return square(model.linear(x) * model.memory["cache"])
+
+
+OUTSIDE = SimpleNamespace(n=0, numbers=np.random.default_rng(0), python=random.Random(0))
+
+
+def counts_outside(model, x):
+    OUTSIDE.n += 1
+    return square(model.linear(x) * OUTSIDE.n)
+
+
+def averaging_norm() -> nn.Module:
+    return nn.Sequential(linear(), nn.BatchNorm1d(8, momentum=None))
+
+
 REFUSED: dict[str, tuple[Callable[[], Step], str]] = {
     "no module": (lambda: capture(square, x8), "expected a torch.nn.Module, not a function"),
     "no inputs": (lambda: capture(linear()), "Linear brings no example inputs.*give inputs="),
@@ -628,6 +709,29 @@ REFUSED: dict[str, tuple[Callable[[], Step], str]] = {
     ),
     "buffer replaced": (lambda: capture(Lambda(grown), x8), "replaces moving in its forward"),
     "attribute in place": (lambda: capture(Lambda(counted), x8), "neither parameter nor buffer.*register_buffer"),
+    "counter": (lambda: with_attribute(counts_calls, n=3), r"its attribute n in its forward \(from 3 to 4\).*in a buffer"),
+    "counter for later": (lambda: with_attribute(counts_calls_for_later, n=0), "changes its attribute n in its forward"),
+    "first call": (lambda: with_attribute(first_call_differs, started=False), "attribute started.*run the model once before"),
+    "average in an attribute": (lambda: capture(Lambda(keeps_average), x8), "changes its attribute plain .*keep it in a buffer"),
+    "memory": (lambda: with_attribute(remembers, memory=[]), "from one call to the next in its attribute memory"),
+    "lazy cache": (lambda: with_attribute(caches_lazily, cache=None), "attribute cache .*run the model once before"),
+    "lazy cache in a dict": (lambda: with_attribute(caches_in_a_dict, memory={}), "attribute memory.*run the model once before"),
+    "state elsewhere": (lambda: capture(Lambda(counts_outside), x8), "does not do the same in every call"),
+    "python's random": (
+        lambda: capture(Lambda(lambda m, x: square(m.linear(x)) * random.random()), x8), r"Python's generator \(random\)"
+    ),
+    "numpy's random": (
+        lambda: capture(Lambda(lambda m, x: square(m.linear(x)) * np.random.rand()), x8),  # noqa: NPY002
+        r"numpy's global generator \(numpy.random\)",
+    ),
+    "a generator of python": (
+        lambda: capture(Lambda(lambda m, x: square(m.linear(x)) * OUTSIDE.python.random()), x8), "not do the same in every call"
+    ),
+    "data of numpy": (
+        lambda: capture(Lambda(lambda m, x: square(m.linear(x) * torch.from_numpy(OUTSIDE.numbers.random((4, 8)))).float()), x8),
+        "does not do the same in every call",
+    ),
+    "momentum of None": (lambda: capture(averaging_norm(), x8, loss=square), "^1 averages .*give it a momentum"),
     "attribute wants gradient": (
         lambda: capture(Lambda(lambda m, x: square(m.linear(x) * UNREGISTERED)), x8),
         "requires a gradient but is no parameter",
@@ -644,6 +748,29 @@ def test_what_cannot_be_captured_is_refused_in_one_sentence(name):
     with pytest.raises(CaptureError, match=message) as refusal:
         attempt()
     assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("forward", [lambda m, x: square(m.linear(x)) * random.random(), counted, remembers])
+def test_refusal_changes_nothing_either(forward):
+    model = Lambda(forward)
+    model.memory = []
+    plain, python, numpy = model.plain.clone(), random.getstate(), np.random.get_state()[1].copy()  # noqa: NPY002
+    with pytest.raises(CaptureError):
+        capture(model, x8)
+    assert torch.equal(model.plain, plain)
+    assert model.memory == []
+    assert random.getstate() == python
+    assert (np.random.get_state()[1] == numpy).all()  # noqa: NPY002
+    assert "__getattribute__" not in vars(nn.Module)
+
+
+def test_a_cache_that_is_filled_is_captured():
+    for forward, attributes in ((caches_lazily, {"cache": None}), (caches_in_a_dict, {"memory": {}})):
+        model = Lambda(forward)
+        vars(model).update(attributes)
+        wanted = model(x8)
+        step = capture(model, x8)
+        assert torch.equal(answer_of(step, step.module(*bind(step, x8))).loss, wanted)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
@@ -688,6 +815,93 @@ def test_bind_names_what_differs():
     step.model.linear.bias.requires_grad_(False)
     with pytest.raises(InputError, match=r"linear.bias was frozen or unfrozen"):
         bind(step, (x8, 2))
+
+
+class Editable(nn.Module):
+    """Everything a forward can depend on and a user can edit afterwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.25)
+        self.layers = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+        self.tied = nn.Linear(8, 8)
+        self.tied.weight = self.layers[0].weight
+        self.offset = torch.ones(8)
+        self.scale = 2.0
+        self.options = {"shift": 1.0}
+        self.epoch = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.tied(self.layers(self.drop(x))) * self.scale + self.offset
+        self.last = y.detach()
+        return y + self.options["shift"]
+
+
+def edit(owner: str, key: str, value: Any) -> Callable[[Editable], None]:
+    return lambda model: setattr(model.get_submodule(owner), key, value)
+
+
+EDITS: dict[str, tuple[Callable[[Editable], object], str]] = {
+    "dropout": (edit("drop", "p", 0.5), r"drop\.p is 0\.5, but the step was captured with 0\.25"),
+    "number": (edit("", "scale", 3.0), r"^scale is 3\.0, but the step was captured with 2\.0; capture it again"),
+    "tensor": (edit("", "offset", torch.zeros(8)), "^offset is another tensor"),
+    "module": (edit("", "drop", nn.Dropout(0.25)), "the modules in the model are others"),
+    "deep module": (lambda m: m.layers.append(nn.ReLU()), "the modules in layers are others"),
+    "deleted module": (lambda m: m.layers.__delitem__(1), "the modules in layers are others"),
+    "class": (edit("layers.1", "__class__", nn.Tanh), r"layers\.1 was of class ReLU"),
+    "forward": (edit("layers.1", "forward", lambda x: x), r"layers\.1\.forward was set"),
+    "hook": (lambda m: m.layers.register_forward_hook(lambda *_: None), "layers has other hooks"),
+    "early hook": (lambda m: m.tied.register_forward_pre_hook(lambda *_: None), "tied has other hooks"),
+    "backward hook": (lambda m: m.register_full_backward_hook(lambda *_: None), "the model has other hooks"),
+    "option": (lambda m: m.options.update(shift=2.0), "the entries of options are others"),
+    "deleted option": (lambda m: delattr(m, "scale"), "scale was removed"),
+    "untied": (edit("tied", "weight", nn.Parameter(torch.ones(8, 8))), r"tied\.weight and layers\.0\.weight were one tensor"),
+    "parameter": (edit("tied", "bias", None), r"tied\.bias was removed"),
+    "mode": (lambda m: m.drop.eval(), "switched between training and evaluation"),
+}
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_bind_notices_what_was_edited(name):
+    model = Editable()
+    step = capture(model, x8, loss=square)
+    bind(step, x8)
+    change, message = EDITS[name]
+    change(model)
+    with pytest.raises(InputError, match=message) as refusal:
+        bind(step, x8)
+    assert "\n" not in str(refusal.value)
+
+
+def test_bind_notices_an_edited_loss():
+    loss = nn.CrossEntropyLoss(weight=torch.ones(8), label_smoothing=0.1)
+    target = torch.arange(4)
+    step = capture(linear(), (x8, target), loss=loss)
+    with torch.no_grad():
+        before = answer_of(step, step.module(*bind(step, (x8, target)))).loss
+        loss.weight[1] = 3.0  # in place: the same tensor
+        after = answer_of(step, step.module(*bind(step, (x8, target)))).loss
+    assert torch.equal(after, step.eager((x8, target)).detach())
+    assert not torch.equal(before, after)
+    loss.weight = torch.full((8,), 2.0)
+    with pytest.raises(InputError, match="the tensors of loss are others"):
+        bind(step, (x8, target))
+
+
+def test_bind_ignores_what_no_forward_read():
+    model = Editable()
+    model.layers[0].register_forward_hook(lambda *_: None)
+    step = capture(model, x8, loss=square)
+    model(x8)  # sets self.last
+    model.epoch = 7
+    model.note = "seen"
+    model.scale = float("2")
+    model.layers = model.layers
+    model.load_state_dict(copy.deepcopy(model.state_dict()))
+    bind(step, x8)
+    handle = model.register_forward_hook(lambda *_: None)
+    handle.remove()
+    bind(step, x8)
 
 
 def test_bind_reads_the_model_as_it_is_now():

@@ -1,0 +1,260 @@
+"""What a traced forward does to Python state: the attributes it reads and changes, the generators it draws from. [torch]
+
+A captured step does the same in every call. A forward that does not (because it counts its calls, keeps something from one call
+to the next outside of buffers, or draws from generators that are not torch's) would be frozen as its first call; it is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from graphs.errors import CaptureError
+from graphs.fingerprint import ABSENT, OWN, content_of, described, label, same_content, same_plain
+from graphs.torch_private import OpOverload, TorchDispatchMode, no_dispatch, tree_leaves
+
+_GENERATORS = "Python's generator (random)", "numpy's global generator (numpy.random)"
+
+
+class Watch:
+    """Watches calls of a module and undoes what they leave behind.
+
+    name     what messages call the model
+    reads    for each part of the module, by its path: the attributes of its own ``__dict__`` (or that could be there and hide one
+             of its class) that a call read as they were before it
+    changed  (path, attribute) of what a call left changed
+    """
+
+    def __init__(self, name: str, body: nn.Module) -> None:
+        self.name = name
+        self.reads: dict[str, set[str]] = {}
+        self.changed: set[tuple[str, str]] = set()
+        self._parts = dict(body.named_modules())
+        self._before = {path: dict(vars(part)) for path, part in self._parts.items()}
+        self._paths = {id(part): path for path, part in self._parts.items()}
+        self._boxes = [
+            (path, key, box, content_of(box))
+            for path, attributes in self._before.items()
+            for key, box in attributes.items()
+            if isinstance(box, dict | list | set)
+        ]
+        self._contents = [(box, dict(box) if isinstance(box, dict) else list(box)) for _, _, box, _ in self._boxes]
+        self._calls: list[tuple[Any, ...]] | None = None
+
+    @contextlib.contextmanager
+    def call(self) -> Iterator[None]:
+        """Around each call. Raises CaptureError where the call depends on what another call may have changed."""
+        numbers = _numbers_now()
+        calls = _Calls(self.name)
+        with self._reading(), calls, _compiled_apart(calls):
+            yield
+        for generator, before, after in zip(_GENERATORS, numbers, _numbers_now(), strict=True):
+            if before != after:
+                raise CaptureError(
+                    f"{self.name} draws from {generator} in its forward, and a captured step would repeat one draw for ever; "
+                    f"draw with torch"
+                )
+        self._compare_attributes()
+        if self._calls is not None and self._calls != calls.made:
+            raise CaptureError(self._unsteady(self._calls, calls.made))
+        self._calls = calls.made
+        calls.forget()
+
+    def explain(self) -> str | None:
+        """Why a later call may have failed: a container that an earlier one changed; None where there is none."""
+        changed = [(path, key) for path, key, box, content in self._boxes if not same_content(content_of(box), content)]
+        if not changed or self._calls is None:
+            return None
+        return (
+            f"{self.name} keeps something from one call to the next in its attribute {label(*changed[0])}, but a captured step "
+            f"does the same in every call; keep it in buffers, or, where only the first call fills it, run the model once before"
+        )
+
+    def undo(self) -> None:
+        """Put back the attributes of all modules, and what is in their lists, dicts and sets."""
+        for path, part in self._parts.items():
+            now, before = vars(part), self._before[path]
+            for key in now.keys() - before.keys():
+                del now[key]
+            now.update(before)
+        for box, content in self._contents:
+            box.clear()
+            box.extend(content) if isinstance(box, list) else box.update(content)
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Notes the attributes that are read."""
+
+        def read(part: nn.Module, key: str) -> Any:
+            path = self._paths.get(id(part))
+            if path is not None and key not in OWN:
+                mine = object.__getattribute__(part, "__dict__")
+                if mine.get(key, ABSENT) is self._before[path].get(key, ABSENT):
+                    self.reads.setdefault(path, set()).add(key)
+            return super(nn.Module, part).__getattribute__(key)
+
+        assert "__getattribute__" not in vars(nn.Module), "two captures at once"
+        with _patched(nn.Module, "__getattribute__", read):
+            yield
+
+    def _compare_attributes(self) -> None:
+        for path, part in self._parts.items():
+            now, before = vars(part), self._before[path]
+            for key in now.keys() | before.keys():
+                old, new = before.get(key, ABSENT), now.get(key, ABSENT)
+                if old is new or key in OWN or same_plain(old, new):
+                    continue
+                self.changed.add((path, key))
+                if key in self.reads.get(path, ()) and not (old is ABSENT and callable(new)):
+                    raise CaptureError(
+                        f"{self.name} reads and changes its attribute {label(path, key)} in its forward (from {described(old)} "
+                        f"to {described(new)}), but a captured step does the same in every call; keep it in a buffer, or, where "
+                        f"only the first call changes it, run the model once before"
+                    )
+
+    def _unsteady(self, first: list[tuple[Any, ...]], second: list[tuple[Any, ...]]) -> str:
+        kept = self.explain()
+        if kept is not None:
+            return kept
+        for a, b in zip(first, second, strict=False):
+            if a != b:
+                what = f"it calls {a[0]} once and {b[0]} the next time" if a[0] is not b[0] else f"{a[0]} gets other arguments"
+                break
+        else:
+            what = f"it makes {len(first)} operator calls once and {len(second)} the next time"
+        return (
+            f"{self.name} does not do the same in every call ({what}), as a captured step would; draw random numbers with torch, "
+            f"and keep what changes in buffers"
+        )
+
+
+@contextlib.contextmanager
+def _patched(owner: object, name: str, by: object) -> Iterator[None]:
+    """Another attribute of a class or module for a while; it has its own again afterwards."""
+    before = vars(owner).get(name, ABSENT)
+    if by is ABSENT:
+        delattr(owner, name)
+    else:
+        setattr(owner, name, by)
+    try:
+        yield
+    finally:
+        if before is ABSENT:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
+
+
+@contextlib.contextmanager
+def _compiled_apart(calls: _Calls) -> Iterator[None]:
+    """Leave unwatched what is handed to the compiler, as torch.cond does with its branches: it cannot compile the watching."""
+    compile_ = torch.compile
+
+    def compile_unwatched(*args: Any, **kwargs: Any) -> Any:
+        compiled = compile_(*args, **kwargs)
+        if not isinstance(compiled, types.FunctionType):
+            return compiled
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with _patched(nn.Module, "__getattribute__", ABSENT), calls.suspended():
+                return compiled(*args, **kwargs)
+
+        return run
+
+    with _patched(torch, "compile", compile_unwatched):
+        yield
+
+
+class _Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Writes down every operator call and its arguments; tensors by the order in which they appear, real ones by content."""
+
+    supports_higher_order_operators = True
+    LIMIT = 1 << 20  # elements; larger tensors are data, not something made up in a forward
+
+    def __init__(self, name: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.name = name
+        self.made: list[tuple[Any, ...]] = []
+        self._numbers: dict[int, int] = {}
+        self._alive: list[Tensor] = []  # no id is given twice
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self.made.append((func, *map(self._sign, tree_leaves((args, kwargs)))))
+        if isinstance(func, OpOverload) and func._schema.is_mutable:
+            self._check_writes(func, args, kwargs)
+        result = func(*args, **kwargs)
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self._number(leaf)
+        return result
+
+    @contextlib.contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Out of the way for a while; no other mode may have been entered since."""
+        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        try:
+            yield
+        finally:
+            self.__enter__()  # type: ignore[no-untyped-call]
+
+    def forget(self) -> None:
+        """Let the tensors go."""
+        self._alive.clear()
+
+    def _number(self, tensor: Tensor) -> int:
+        if id(tensor) not in self._numbers:
+            self._numbers[id(tensor)] = len(self._numbers)
+            self._alive.append(tensor)
+        return self._numbers[id(tensor)]
+
+    def _check_writes(self, func: OpOverload[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Refuse a write into memory that is there before and after the step, before it is done."""
+        for i, argument in enumerate(func._schema.arguments):
+            given = args[i] if i < len(args) else kwargs.get(argument.name)
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            if any(type(leaf) in (Tensor, nn.Parameter) for leaf in tree_leaves(given)):
+                raise CaptureError(
+                    f"{self.name} changes a tensor in place that is neither parameter nor buffer; make it one with "
+                    f"register_buffer"
+                )
+
+    def _sign(self, leaf: object) -> object:
+        if not isinstance(leaf, Tensor):
+            return repr(leaf) if isinstance(leaf, bool | int | float | complex | str | None) else type(leaf).__name__
+        new = id(leaf) not in self._numbers
+        number = self._number(leaf)
+        if new and type(leaf) is Tensor and leaf.device.type == "cpu" and leaf.numel() <= self.LIMIT:
+            with no_dispatch():
+                return number, leaf.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        return number
+
+
+def _numbers_now() -> tuple[object, ...]:
+    """States of the generators that are not torch's: Python's own, numpy's where it is there."""
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return random.getstate(), None
+    kind, key, *rest = numpy.random.get_state()
+    return random.getstate(), (kind, key.tobytes(), *rest)
+
+
+@contextlib.contextmanager
+def generators_kept() -> Iterator[None]:
+    """Put the generators that are not torch's back afterwards."""
+    python, numpy = random.getstate(), sys.modules.get("numpy")
+    state = None if numpy is None else numpy.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        if numpy is not None:
+            numpy.random.set_state(state)
