@@ -16,6 +16,7 @@ METHODS = {
     "moccasin": "planner.methods.moccasin",
     "revolve": "planner.methods.revolve",
     "rotor": "planner.methods.rotor",
+    "twremat": "planner.methods.twremat",
 }
 
 
