@@ -1,0 +1,149 @@
+"""Revolve: chains of equal layers, by binomial checkpointing (Griewank and Walther, ACM TOMS 2000, Algorithm 799).
+
+With s slots for checkpoints, the one of the chain's input included, and at most r forward runs of any step, chains of up to
+C(s+r, s) steps can be reversed; l steps with C(s+r-1, s) < l <= C(s+r, s) take r l - C(s+r, s+1) forward runs at least. The
+schedule runs j steps forward, keeps what they made, reverses the tail with one slot less, then the head; j makes the sum of both
+least.
+
+The graph has to be a chain of ops (``planner.chains.chain_of_ops``). Where its layers are equal the result is optimal among all
+schedules. Where they are not, the schedule for equal ones is used as it is, as Checkmate's authors did for their baseline.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+from graphs.ir import Graph
+from planner.bounds import least_bytes
+from planner.chains import Chain, chain_of_ops
+from planner.result import Plan
+from planner.schedule import Schedule, with_frees
+from planner.simulate import simulate
+
+
+def solve(
+    graph: Graph,
+    budget_bytes: int,
+    *,
+    gap: float = 0.0,
+    time_limit_s: float = 0.0,
+    seed: int = 0,
+    start: Schedule | None = None,
+    progress: Callable[..., None] | None = None,
+) -> Plan:
+    """The schedule for the most checkpoints that fit.
+
+    On a chain of equal layers (``equal_layers``) no schedule in any order takes less, so ``bound_ns`` is its time. A gradient
+    made twice helps nothing there, since each making needs the whole chain behind it, and keeping a checkpoint until its own
+    backward op costs nothing (Aupy, Herrmann, Hovland, Robert, SIAM J. Sci. Comput. 2016). Elsewhere ``bound_ns`` is the keep-all
+    time. The number of checkpoints is bisected: more of them take more memory and less time.
+
+    Raises InputError naming the op where the graph is not a chain.
+    """
+    began = time.perf_counter()
+    chain = chain_of_ops(graph)
+    steps = len(chain.stages)
+    notes: dict[str, Any] = {"stages": steps}
+    schedule: Schedule | None = None
+    bound_ns = graph.keep_all_time_ns
+    if (least := least_bytes(graph)) > budget_bytes:
+        notes["infeasible"] = f"no schedule in any order fits: {least:,} bytes are needed"
+    else:
+        fits, fails = 0, steps + 1  # numbers of slots
+        while fails - fits > 1:
+            slots = (fits + fails) // 2 if fits or fails <= steps else steps  # all of them first
+            tried = with_frees(graph, _ops(chain, slots))
+            trace = simulate(graph, tried)
+            if trace.peak_bytes <= budget_bytes:
+                fits, schedule, time_ns = slots, tried, trace.time_ns
+            else:
+                fails, needs_bytes = slots, trace.peak_bytes
+        if schedule is None:
+            notes["needs_bytes"] = needs_bytes
+            notes["stopped"] = f"its smallest schedule, with one checkpoint, needs {needs_bytes:,} bytes"
+        else:
+            notes["slots"] = fits
+            if equal_layers(chain):
+                bound_ns = time_ns
+    return Plan.of(
+        graph,
+        budget_bytes,
+        schedule,
+        method="revolve",
+        seed=seed,
+        wall_s=time.perf_counter() - began,
+        bound_ns=bound_ns,
+        gap=gap,
+        infeasible="infeasible" in notes,
+        notes=notes,
+    )
+
+
+@functools.cache
+def forward_runs(steps: int, slots: int) -> int:
+    """Least forward runs that reverse a chain of so many equal steps, the last step's own run not counted.
+
+    slots  checkpoints that can be kept, the chain's input among them, >= 1
+    """
+    r = 0
+    while math.comb(slots + r, slots) < steps:
+        r += 1
+    return r * steps - math.comb(slots + r, slots + 1)
+
+
+def equal_layers(chain: Chain) -> bool:
+    """Whether the chain is one for which Revolve is proved optimal: Checkmate's training chain with equal sizes and times.
+
+    The last stage's backward op has to read the loss that its forward op makes: with nothing to hold between the two, the last
+    steps have a slot more, and schedules cheaper than Revolve's exist (``linear_network`` of ``graphs.synthetic`` is one).
+    """
+    graph, last = chain.graph, len(chain.stages) - 1
+    ops = graph.ops
+    sizes = {value.size_bytes for v, value in enumerate(graph.values) if v not in graph.resident}
+    times = {ops[stage.forward[0]].time_ns for stage in chain.stages[:-1]}
+    if len(sizes) != 1 or len(times) > 1 or any(op.workspace_bytes or len(op.outputs) != 1 for op in ops):
+        return False
+    if any(not ops[graph.producer[v]].backward for v in graph.outputs - graph.resident):
+        return False
+    gradient: set[int] = set()  # what the backward op before has made
+    for at, stage in reversed(list(enumerate(chain.stages))):
+        if len(stage.forward) != 1 or len(stage.backward) > 1 or (at and not stage.backward):
+            return False
+        for i in stage.backward:
+            wanted = set(ops[stage.forward[0]].outputs) if at == last else gradient
+            if set(ops[i].inputs) - graph.resident != wanted | stage.inputs:
+                return False
+            gradient = set(ops[i].outputs)
+    return graph.outputs - graph.resident == gradient
+
+
+def _ops(chain: Chain, slots: int) -> list[int]:
+    """The ops of the schedule: forward runs of whole stages, and backward passes from the last stage to the first."""
+    graph = chain.graph
+    runs: list[int] = []
+    # Entries: (first stage, last stage, slots, whether the last stage is the chain's last and has not run yet). The first
+    # stage's input is kept and has one of the slots.
+    stack = [(0, len(chain.stages) - 1, slots, True)]
+    while stack:
+        low, high, left, fresh = stack.pop()
+        if low == high:
+            stage = chain.stages[low]
+            made = {v for i in stage.forward for v in graph.ops[i].outputs}
+            if fresh or any(made & set(graph.ops[i].inputs) for i in stage.backward):
+                runs.extend(stage.forward)
+            runs.extend(stage.backward)
+            continue
+        length = high - low + 1
+        if left == 1:
+            jump = length - 1
+        else:
+            jump = min(range(1, length), key=lambda j: j + forward_runs(length - j, left - 1) + forward_runs(j, left))
+        middle = low + jump
+        runs.extend(i for stage in chain.stages[low:middle] for i in stage.forward)
+        stack.append((low, middle - 1, left, False))
+        stack.append((middle, high, max(1, left - 1), fresh))
+    return runs

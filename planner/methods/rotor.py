@@ -1,0 +1,58 @@
+"""Rotor: chains of unequal layers, by exact dynamic programming over memory (Beaumont et al., TOMS 2024).
+
+The graph has to be a chain of ops (``planner.chains.chain_of_ops``). Each stage is recorded for its backward pass or run again
+later; among all schedules in which what is kept stays until its own backward pass (persistent schedules), and with sizes rounded
+up to the memory unit, the one found takes the least time. That is no bound for other schedules: on chains of unequal layers
+dropping something early and making it again can be cheaper.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from graphs.errors import InputError
+from graphs.ir import Graph
+from planner.chain_dp import SLOTS, ChainProgram, Way, solve_chain
+from planner.chains import chain_of_ops
+from planner.result import Plan
+from planner.schedule import Schedule
+
+
+def solve(
+    graph: Graph,
+    budget_bytes: int,
+    *,
+    gap: float = 0.0,
+    time_limit_s: float = 0.0,
+    seed: int = 0,
+    start: Schedule | None = None,
+    progress: Callable[..., None] | None = None,
+    slots: int = SLOTS,
+) -> Plan:
+    """The cheapest persistent schedule of a chain; ``bound_ns`` is the keep-all time, the only bound on schedules of all kinds.
+
+    slots  memory units of the budget at most; where the sizes' common divisor gives fewer units, nothing is rounded, and
+           ``notes["persistent_bound_ns"]`` is the least time of all persistent schedules
+
+    Schedules that the rounding forbids but that fit are found too, where a budget of up to one unit more a stage gives them.
+    Raises InputError naming the op where the graph is not a chain.
+    """
+    began = time.perf_counter()
+    if isinstance(slots, bool) or not isinstance(slots, int) or slots < 1:
+        raise InputError(f"slots must be a positive integer, not {slots!r}")
+    chain = chain_of_ops(graph)
+    program = ChainProgram(chain, [[Way(stage.forward, stage.backward)] for stage in chain.stages])
+    schedule, notes = solve_chain(program, budget_bytes, slots)
+    return Plan.of(
+        graph,
+        budget_bytes,
+        schedule,
+        method="rotor",
+        seed=seed,
+        wall_s=time.perf_counter() - began,
+        bound_ns=graph.keep_all_time_ns,
+        gap=gap,
+        infeasible="infeasible" in notes,
+        notes=notes,
+    )

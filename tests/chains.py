@@ -1,0 +1,93 @@
+"""Random training chains for the tests of chain methods."""
+
+from __future__ import annotations
+
+from random import Random
+
+from graphs.ir import Graph, Op, Value
+
+
+def random_chain(layers: int, seed: int, *, plain: bool = False) -> Graph:
+    """A chain of unequal layers: forward ops, the loss, backward ops that read their op's input, output, a saved extra, or some.
+
+    plain  no weights, no workspaces, no extras: only values of the chain itself
+    """
+    rng = Random(seed)
+    values: list[Value] = []
+    ops: list[Op] = []
+
+    def value(name: str, size: int) -> int:
+        values.append(Value(name, size))
+        return len(values) - 1
+
+    def workspace() -> int:
+        return 0 if plain else rng.choice((0, 0, rng.randint(1, 4)))
+
+    resident = set()
+    outputs = set()
+    weights: dict[int, int] = {}
+    if not plain:
+        for i in range(layers):
+            if rng.random() < 0.5:
+                weights[i] = value(f"weight_{i}", rng.randint(1, 3))
+                resident.add(weights[i])
+    outs: list[int] = []
+    extras: list[int | None] = []
+    for i in range(layers):
+        reads = [outs[-1]] if outs else []
+        if i in weights:
+            reads.append(weights[i])
+        outs.append(value(f"x_{i + 1}", rng.randint(1, 6)))
+        extra = value(f"extra_{i}", rng.randint(1, 5)) if not plain and rng.random() < 0.3 else None
+        extras.append(extra)
+        made = [outs[-1]] if extra is None else [outs[-1], extra]
+        ops.append(Op(f"forward_{i}", tuple(reads), tuple(made), rng.randint(1, 9), workspace()))
+    loss = value("loss", rng.randint(0, 1))
+    outputs.add(loss)
+    ops.append(Op("loss", (outs[-1],), (loss,), 1))
+    gradient = value("d_loss", rng.randint(1, 6))
+    ops.append(Op("backward_loss", (loss, outs[-1]), (gradient,), rng.randint(1, 9), backward=True))
+    for i in range(layers - 1, -1, -1):
+        reads = [gradient]
+        kind = rng.randrange(3)
+        if i and kind != 1:
+            reads.append(outs[i - 1])
+        if kind != 0:
+            reads.append(outs[i])
+        extra = extras[i]
+        if extra is not None:
+            reads.append(extra)
+        gradient = value(f"d_{i}", rng.randint(1, 6))
+        made = [gradient]
+        if i in weights:
+            made.append(value(f"d_weight_{i}", values[weights[i]].size_bytes))
+            outputs.add(made[-1])
+            reads.append(weights[i])
+        ops.append(Op(f"backward_{i}", tuple(reads), tuple(made), rng.randint(1, 9), workspace(), backward=True))
+    outputs.add(gradient)
+    return Graph(f"chain_{layers}_seed{seed}", tuple(ops), tuple(values), frozenset(resident), frozenset(outputs))
+
+
+def vgg19() -> Graph:
+    """VGG19 at batch 1 as Checkmate's authors made it from Keras: 25 layers, FLOPs as times, 4 bytes a number."""
+    shapes: list[tuple[int, int]] = []  # numbers in the output, FLOPs
+    side, channels = 224, 3
+    for width, convolutions in ((64, 2), (128, 2), (256, 4), (512, 4), (512, 4)):
+        for _ in range(convolutions):
+            shapes.append((side * side * width, 9 * channels * side * side * width))
+            channels = width
+        side //= 2
+        shapes.append((side * side * channels, 0))
+    shapes.append((side * side * channels, 0))  # flatten
+    for width in (4096, 4096, 1000):
+        shapes.append((width, shapes[-1][0] * width))
+    count = len(shapes)
+    values = [Value(f"x_{i}", 4 * numel) for i, (numel, _) in enumerate(shapes)]
+    ops = [Op(f"layer_{i}", (i - 1,) if i else (), (i,), flops) for i, (_, flops) in enumerate(shapes)]
+    values.append(Value("loss", 4))
+    ops.append(Op("loss", (count - 1,), (count,), 0))
+    for i in range(count - 1, -1, -1):
+        reads = (i, 2 * count - i - 1) if i == count - 1 else (i, i + 1, 2 * count - i - 1)
+        values.append(Value(f"d_{i}", 4 * shapes[i][0]))
+        ops.append(Op(f"backward_{i}", reads, (2 * count - i,), 2 * shapes[i][1], backward=True))
+    return Graph("vgg19", tuple(ops), tuple(values), frozenset(), frozenset({2 * count}))
