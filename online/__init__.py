@@ -3,6 +3,7 @@
 from online.compare import Comparison, Difference, compare, diff
 from online.engine import Release
 from online.heuristics import HEURISTICS, Heuristic, ablation
+from online.portfolio import Portfolio, best_run
 from online.replay import Replay, baseline_peak_bytes, replay_log
 from online.runtime import Failure, Run, RunStatus, run
 
@@ -12,12 +13,14 @@ __all__ = [
     "Difference",
     "Failure",
     "Heuristic",
+    "Portfolio",
     "Release",
     "Replay",
     "Run",
     "RunStatus",
     "ablation",
     "baseline_peak_bytes",
+    "best_run",
     "compare",
     "diff",
     "replay_log",
