@@ -214,10 +214,12 @@ class RetentionModel:
         return runs
 
     def _until(self, x: int) -> int:
-        """Nothing reads ``x`` after the last run of any reader; the authors' lengths may end later than needed."""
+        """Nothing reads ``x`` after the last run of any reader (every copy is there while its maker runs, though); the authors'
+        lengths may end later than needed."""
         if self._logarithmic:
             return self._horizon
-        return max(self._time(w, self._last[w]) for w in self.graph.consumers[x]) + 1
+        ops = (self.graph.producer[x], *self.graph.consumers[x])
+        return max(self._time(w, self._last[w]) for w in ops) + 1
 
     def _rerun(self, v: int, i: int, present: cp_model.IntVar, outputs: Sequence[int]) -> _Run:
         model, last = self.model, self._last[v]
