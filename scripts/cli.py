@@ -9,6 +9,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,8 +27,8 @@ from planner.result import Plan, Status
 from planner.schedule import keep_all
 from planner.simulate import simulate
 
-from .output import OutputLost, computing, standard_output
-from .rows import make_folder, write_rows
+from .output import OutputLost, computing, progress_bar, standard_output
+from .rows import RowFile, make_folder, read_rows, write_rows
 
 if TYPE_CHECKING:
     from graphs.capture import Step
@@ -44,6 +45,7 @@ examples:
   belady run resnet50 --budget 0.5 --heuristic dtr        the same graph, decided online
   belady diff resnet50 --budget 0.7 --budget 0.5 --execute --plot overhead.png
   belady diff train.py:make_step --budget 6GiB            your own: a function returning model, inputs, loss
+  belady sweep gpt2 model.log --budget 0.3:0.9:0.1 --rule dtr --rule lru --jobs 2 --out rows.jsonl --plot curves.pdf
   belady info graph.json                                  a saved graph, an operator log, a Checkmate instance
 
 budgets are bytes (6442450944, 6GiB) or a share of the keep-all peak (0.5); they count parameters, inputs, gradients,
@@ -130,6 +132,33 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("--out", metavar="FILE", type=_file, help="save the recorded schedule as a plan")
     _json(command)
 
+    command = _command(
+        commands, "sweep", _sweep, "graphs x budgets x methods and rules in parallel, to be gone on with at any time"
+    )
+    _target(command, several=True)
+    command.add_argument(
+        "--budget",
+        action="append",
+        required=True,
+        help="bytes (6GiB), share of the keep-all peak (0.5), or a range of either (0.2:0.9:0.05); may be given several times",
+    )
+    command.add_argument(
+        "--rule", action="append", metavar="RULE", help="online rule, such as dtr, lru, dtr+reclaim; all; none (default: dtr)"
+    )
+    _solver(command, several=True)
+    command.add_argument("--jobs", type=int, default=1, metavar="N", help="processes, of one thread each (default: 1)")
+    command.add_argument(
+        "--out",
+        metavar="FILE",
+        type=_file,
+        help="add every row to this file when it is there; rows that are in it are not made again",
+    )
+    command.add_argument("--retry", action="store_true", help="make rows of --out again whose cell failed")
+    command.add_argument(
+        "--plot", metavar="FILE", type=_file, help="draw overhead against budget, a panel for each graph (.png, .svg, .pdf)"
+    )
+    _json(command)
+
     command = _command(commands, "workloads", _workloads, "list the models that come with the program")
     _json(command)
 
@@ -146,10 +175,11 @@ def _command(commands: Any, name: str, run: Callable[[argparse.Namespace], int],
     return command
 
 
-def _target(command: argparse.ArgumentParser) -> None:
+def _target(command: argparse.ArgumentParser, *, several: bool = False) -> None:
     command.add_argument(
         "workload",
         metavar="WORKLOAD",
+        nargs="+" if several else None,
         help="name (see belady workloads), path.py:function, or a graph file (.json, .log, .log.gz)",
     )
     group = command.add_argument_group("the training step")
@@ -190,9 +220,12 @@ def _budget(command: argparse.ArgumentParser, *, several: bool = False) -> None:
     )
 
 
-def _solver(command: argparse.ArgumentParser) -> None:
+def _solver(command: argparse.ArgumentParser, *, several: bool = False) -> None:
     group = command.add_argument_group("solving")
-    group.add_argument("--method", default="cutting_stages", help="planning method (default: cutting_stages)")
+    if several:
+        group.add_argument("--method", action="append", help="planning method; all; none (default: cutting_stages)")
+    else:
+        group.add_argument("--method", default="cutting_stages", help="planning method (default: cutting_stages)")
     group.add_argument("--gap", type=float, default=0.005, help="stop when proved within this of the optimum (default: 0.005)")
     group.add_argument("--time-limit", type=float, default=60.0, metavar="S", help="seconds for each budget (default: 60)")
     group.add_argument("--seed", type=int, default=0, help="seed of everything random (default: 0)")
@@ -356,6 +389,102 @@ def _run(arguments: argparse.Namespace) -> int:
         why = f"ran out of memory at {found.failure.op}: {found.failure}" if found.failure else "recomputed without end"
         raise NoScheduleFound(f"online {arguments.heuristic} in {budget_bytes:,} bytes ({format_bytes(budget_bytes)}) {why}")
     return DONE
+
+
+def _sweep(arguments: argparse.Namespace) -> int:
+    from . import sweep
+
+    if arguments.jobs < 1:
+        raise InputError(f"--jobs must be at least 1, not {arguments.jobs}")
+    methods = sweep.methods_of(arguments.method or ["cutting_stages"])
+    rules = sweep.rules_of(arguments.rule or ["dtr"])
+    if arguments.plot:
+        from .plots import draw_sweep, writable
+
+        writable(arguments.plot)
+    graphs: dict[str, Graph] = {}
+    budgets: dict[str, list[int]] = {}
+    with computing() as status:
+        for name in arguments.workload:
+            graph = Loaded(argparse.Namespace(**{**vars(arguments), "workload": name}), status).graph
+            fingerprint = graph.fingerprint()
+            graphs[fingerprint] = graph
+            budgets[fingerprint] = sweep.budgets_of(arguments.budget, simulate(graph, keep_all(graph)).peak_bytes)
+    cells = sweep.cells_of(budgets, methods, rules, gap=arguments.gap, time_limit_s=arguments.time_limit, seed=arguments.seed)
+    if not cells:
+        raise InputError("there is nothing to do: --method none and --rule none")
+    file = RowFile(arguments.out) if arguments.out else None
+    if file is not None and file.repaired:
+        print(f"belady: the last line of {file.path} was not whole and is cut off", file=sys.stderr)
+    found = list(file.rows) if file is not None else []
+    made = {sweep.key_of(row) for row in found if not (arguments.retry and row.get("status") == sweep.FAILED)}
+    missing = [cell for cell in cells if cell.key not in made]
+    interrupted = False
+    try:
+        with progress_bar() as bar, closing(sweep.work(graphs, missing, arguments.jobs)) as work:
+            task = bar.add_task("cells", total=len(cells), completed=len(cells) - len(missing))
+            for cell, row in work:
+                found.append(row if file is None else file.append(row))
+                bar.update(task, advance=1, description=f"{graphs[cell.fingerprint].name} {cell.method}")
+    except KeyboardInterrupt:
+        interrupted = True
+        if file is not None:  # it may have come between a row's way to the file and to the list
+            found = read_rows(file.path)
+    settled = sweep.settle(found)
+    if file is not None:
+        others = [row for row in found if sweep.key_of(row) is None]
+        if not interrupted and [*others, *settled] != found:
+            file.replace([*others, *settled])
+        file.close()
+    asked = {cell.key for cell in cells}
+    rows = [row for row in settled if sweep.key_of(row) in asked]
+    rows.sort(key=lambda row: (list(graphs).index(row["fingerprint"]), -row["budget_bytes"]))
+    if arguments.plot and rows:
+        draw_sweep(rows, arguments.plot)
+    if arguments.json:
+        write_rows(arguments.json, rows)
+    if arguments.json != "-":
+        for graph in graphs.values():
+            _print_sweep(graph, [row for row in rows if row["fingerprint"] == graph.fingerprint()])
+        for what, path in (("rows", arguments.out), ("rows", arguments.json), ("picture", arguments.plot)):
+            if path:
+                print(f"{what} written to {path}")
+    failed = [row for row in rows if row["status"] == sweep.FAILED]
+    for row in failed:
+        where = f"{row['graph']}, {row['method']}, {row['budget_bytes']:,} bytes"
+        print(f"belady: {where}: {row['reason']}", file=sys.stderr)
+    if interrupted:
+        more = f"; {len(cells) - len(rows)} of {len(cells)} rows are missing, the same command goes on" if arguments.out else ""
+        print(f"belady: interrupted{more}", file=sys.stderr)
+        return INTERRUPTED
+    return NOTHING_FOUND if failed else DONE
+
+
+def _print_sweep(graph: Graph, rows: Sequence[dict[str, Any]]) -> None:
+    """Overhead by budget (down) and method (across), with what is proved."""
+    from .sweep import ONLINE, proved
+
+    title = f"{escape(graph.name)}: {len(graph.ops)} ops, keep-all {graph.keep_all_time_ns / 1e6:.3f} ms; overhead"
+    table = Table(title=title, title_justify="left", header_style="bold", box=None)
+    methods = list(dict.fromkeys(row["method"] for row in sorted(rows, key=lambda row: row["method"].startswith(ONLINE))))
+    for column in ("budget", "proved", *methods):
+        table.add_column(column, justify="right", no_wrap=True)
+    ground = proved(rows).get(graph.fingerprint(), {})
+    base = graph.keep_all_time_ns
+    by_budget: dict[int, dict[str, dict[str, Any]]] = {}
+    for row in rows:
+        by_budget.setdefault(row["budget_bytes"], {})[row["method"]] = row
+    for budget_bytes, at in by_budget.items():
+        share = _cell(next(iter(at.values()))["budget_fraction"], "{:.0%}")
+        bound = ground[budget_bytes] / base - 1 if budget_bytes in ground and base else None
+        infeasible_ = any(row["status"] == Status.INFEASIBLE for row in at.values())
+        cells = [f"{share} {format_bytes(budget_bytes)}", "infeasible" if infeasible_ else _cell(bound, "{:.2%}")]
+        for method in methods:
+            row = at.get(method, {"status": "", "overhead": None, "notes": {}})
+            how = str(row["notes"].get("status", row["status"]))  # an online run says how it ended
+            cells.append(how.lower().replace("_", " ") if row["overhead"] is None else f"{row['overhead']:.2%}")
+        table.add_row(*cells)
+    _console().print(table)
 
 
 def _workloads(arguments: argparse.Namespace) -> int:

@@ -10,6 +10,7 @@ from contextlib import contextmanager, redirect_stdout
 from typing import Any
 
 from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress
 
 from graphs.errors import BeladyError
 
@@ -68,6 +69,13 @@ def computing() -> Iterator[Callable[[str], None]]:
             return
         with console.status("starting") as status:
             yield status.update
+
+
+def progress_bar() -> Progress:
+    """A bar on a terminal, silence elsewhere."""
+    console = Console(stderr=True)
+    columns = (*Progress.get_default_columns(), MofNCompleteColumn())
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,8 @@ from planner.budget import format_bytes
 from planner.schedule import Compute, Schedule, keep_all
 from planner.simulate import simulate
 
+from .rows import make_folder
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
@@ -25,30 +28,37 @@ if TYPE_CHECKING:
 
 COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000"]
 MARKERS = "os^Dvx+"
+HIGHEST = 200  # overhead in per cent, of a sweep's figure: what takes three times as long is no alternative
 
 
 def draw_overhead(axes: Axes, rows: Sequence[dict[str, Any]]) -> None:
     """Overhead (%) against budget (share of the keep-all peak), one line a method, from result rows of one graph."""
     lines: dict[str, list[tuple[float, float]]] = defaultdict(list)
     bounds: dict[float, float] = {}
-    for row in rows:
+    for row in sorted(rows, key=lambda row: row["budget_bytes"]):
         share, base = row["budget_fraction"] or 1.0, row["keep_all_time_ns"]  # a graph without bytes has no shares
-        if row["overhead"] is not None:
-            lines[row["method"]].append((share, 100 * row["overhead"]))
+        overhead = float("nan") if row["overhead"] is None else 100 * row["overhead"]  # nothing there: the line is broken
+        lines[row["method"]].append((share, overhead))
         if row["bound_ns"] is not None and base:
             bounds[share] = max(bounds.get(share, 0.0), 100 * (row["bound_ns"] / base - 1))
     bounds.setdefault(1.0, 0.0)
     shares = sorted(bounds)
-    left = min(shares) - 0.03
+    left = min([*shares, *(row["budget_fraction"] or 1.0 for row in rows)]) - 0.03
     # What is proved for a budget holds for every smaller one, and for nothing between it and the next larger: steps.
+    for smaller, larger in reversed(list(pairwise(shares))):
+        bounds[smaller] = max(bounds[smaller], bounds[larger])
     ground = [bounds[shares[0]], *(bounds[share] for share in shares)]
     axes.fill_between([left, *shares], ground, color="0.85", step="pre", linewidth=0, label="proved impossible in this order")
-    reference = lines.pop("keep_all", [(1.0, 0.0)])
-    axes.plot(*zip(*sorted(reference), strict=True), "k*", markersize=9, label="keep everything", clip_on=False, zorder=5)
+    refused = [row["budget_fraction"] or 1.0 for row in rows if row["status"] == "INFEASIBLE"]
+    if refused:
+        axes.axvspan(left, max(refused), color="0.7", linewidth=0, label="proved: no schedule fits")
+    lines.pop("keep_all", None)
+    axes.plot([1.0], [0.0], "k*", markersize=9, label="keep everything", clip_on=False, zorder=5)
     for number, (method, points) in enumerate(lines.items()):
         style = {"color": COLOURS[number % len(COLOURS)], "marker": MARKERS[number % len(MARKERS)], "markersize": 5}
         label = method.removeprefix("online:") + (" (online)" if method.startswith("online:") else "")
-        axes.plot(*zip(*sorted([*points, (1.0, 0.0)]), strict=True), label=label, **style)  # type: ignore[arg-type]
+        whole = [] if any(share == 1 for share, _ in points) else [(1.0, 0.0)]
+        axes.plot(*zip(*sorted([*points, *whole]), strict=True), label=label, **style)  # type: ignore[arg-type]
     axes.set(xlabel="budget / keep-all peak", ylabel="overhead (%)", xlim=(left, 1.02))
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
@@ -95,15 +105,38 @@ def draw_comparison(comparison: Comparison, path: str) -> None:
     save(figure, path)
 
 
+def draw_sweep(rows: Sequence[dict[str, Any]], path: str) -> None:
+    """Overhead against budget, a panel for each graph. Overheads beyond HIGHEST are cut off."""
+    panels: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for row in rows:
+        panels[row["fingerprint"]].append(row)
+    across = min(3, len(panels))
+    down = -(-len(panels) // across)
+    figure, grid = plt.subplots(down, across, figsize=(6 * across, 4.5 * down), squeeze=False)
+    for axes in grid.flat[len(panels) :]:
+        axes.remove()
+    for axes, of_graph in zip(grid.flat, panels.values(), strict=False):
+        draw_overhead(axes, of_graph)
+        axes.set_title(of_graph[0]["graph"])
+        if axes.get_ylim()[1] > HIGHEST:
+            axes.set_ylim(top=HIGHEST)
+    save(figure, path)
+
+
+def writable(path: str) -> None:
+    """Raises InputError where no figure can have this name: the ending chooses the format."""
+    formats = plt.figure().canvas.get_supported_filetypes()
+    plt.close()
+    if Path(path).suffix.removeprefix(".") not in formats:
+        raise InputError(f"cannot draw to {path}: its name must end in one of {', '.join(sorted(formats))}")
+
+
 def save(figure: Any, path: str) -> None:
     """Write a figure; the ending of the name chooses the format. Raises InputError where it cannot be written."""
-    target = Path(path)
-    formats = figure.canvas.get_supported_filetypes()
-    if target.suffix.removeprefix(".") not in formats:
-        raise InputError(f"cannot draw to {path}: its name must end in one of {', '.join(sorted(formats))}")
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(target, dpi=130, bbox_inches="tight")
+        writable(path)
+        make_folder(path)
+        figure.savefig(path, dpi=130, bbox_inches="tight")
     except OSError as error:
         raise InputError(f"cannot write {path}: {error.strerror or error}") from error
     finally:

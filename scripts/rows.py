@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
+import os
 import platform
+import stat
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -36,7 +40,7 @@ def provenance() -> dict[str, Any]:
 
 def write_rows(path: str, rows: Iterable[dict[str, Any]]) -> None:
     """Write rows with their provenance to a file, whole or not at all; ``-`` is standard output."""
-    text = "".join(json.dumps({**row, **provenance()}) + "\n" for row in rows)
+    text = "".join(json.dumps({**row, **provenance(), **row}) + "\n" for row in rows)  # rows read from a file have their own
     if path == "-":
         sys.stdout.write(text)
         sys.stdout.flush()
@@ -50,6 +54,56 @@ def append_row(path: str, row: dict[str, Any]) -> None:
     make_folder(path)
     with open(path, "a", encoding="utf-8") as file:
         file.write(json.dumps({**row, **provenance()}) + "\n")
+
+
+class RowFile:
+    """A file of rows that is added to row by row: each is on the disk, whole, when ``append`` returns.
+
+    rows      those that were there
+    repaired  whether the last line was there in part (a machine that stopped while writing); it is cut off
+
+    One process at a time. Raises InputError where another has the file, where it cannot be written, and naming the line
+    that is damaged.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        make_folder(path)
+        try:
+            self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+            if not stat.S_ISREG(os.fstat(self._file).st_mode):
+                raise InputError(f"{path} is no regular file: rows that are there already could not be read back")
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise InputError(f"{path} is being written by another process") from error
+        except OSError as error:
+            raise InputError(f"cannot write {path}: {error.strerror or error}") from error
+        data = Path(path).read_bytes()
+        whole = data.rfind(b"\n") + 1
+        self.repaired = whole < len(data)
+        if self.repaired:
+            os.truncate(self._file, whole)
+        self.rows = read_rows(path)
+
+    def append(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Add a row with its provenance; that row."""
+        row = {**row, **provenance()}
+        line = (json.dumps(row) + "\n").encode()
+        try:
+            if os.write(self._file, line) < len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            os.fsync(self._file)
+        except OSError as error:
+            raise InputError(f"cannot write {self.path}: {error.strerror or error}") from error
+        return row
+
+    def replace(self, rows: Iterable[dict[str, Any]]) -> None:
+        """Put other rows in place of all, at once; then nothing more can be appended."""
+        write_whole(self.path, "".join(json.dumps(row) + "\n" for row in rows))
+
+    def close(self) -> None:
+        """Let another process have the file."""
+        os.close(self._file)
 
 
 def make_folder(path: str) -> None:

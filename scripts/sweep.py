@@ -1,0 +1,356 @@
+"""Graphs x budgets x methods and rules in parallel processes: a cell each, one row a cell, to be gone on with at any time.
+
+A cell does not depend on any other, nor on how many run beside it. What one cell knows that helps another is put into the
+rows once all are there (``settle``): a plan for a smaller budget is one for a larger too, and a bound holds for online runs.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import multiprocessing
+import os
+import re
+import signal
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from fractions import Fraction
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+from typing import Any, cast
+
+from graphs.errors import BeladyError, InputError
+from graphs.ir import Graph, Op, Value
+from online.heuristics import HEURISTICS
+from online.runtime import run
+from planner.bounds import least_bytes
+from planner.budget import resolve_budget
+from planner.methods import METHODS
+from planner.methods import method as method_named
+from planner.plan import check_options, solve
+from planner.result import Plan, Status
+
+ONLINE = "online:"
+FAILED = "FAILED"  # the cell ended in an error of ours, or its process did
+REFUSED = "REFUSED"  # the method or rule cannot be used for this graph
+MOST_BUDGETS = 10_000
+THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
+
+Row = dict[str, Any]
+Key = tuple[str, str, int, int, str]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One method or rule on one graph under one budget.
+
+    method   a planning method, or an online rule behind ``online:``
+    options  what else the row depends on; for the row and for ``planner.solve``
+    """
+
+    fingerprint: str
+    method: str
+    budget_bytes: int
+    seed: int
+    options: Mapping[str, Any] = field(hash=False)
+
+    @property
+    def key(self) -> Key:
+        """Rows with the same key are of the same cell."""
+        return self.fingerprint, self.method, self.budget_bytes, self.seed, _text(self.options)
+
+
+def key_of(row: Row) -> Key | None:
+    """The key of the cell that a row is of; None for rows that are not from a sweep."""
+    if not row.keys() >= {"fingerprint", "method", "budget_bytes", "seed", "options"}:
+        return None
+    return row["fingerprint"], row["method"], row["budget_bytes"], row["seed"], _text(row["options"])
+
+
+def _text(options: Mapping[str, Any]) -> str:
+    return json.dumps(options, sort_keys=True)
+
+
+# What is asked for.
+
+
+def budgets_of(asked: Sequence[str], keep_all_peak_bytes: int) -> list[int]:
+    """Bytes of budgets, ascending, each once. Each is one for ``resolve_budget``, or a range of them, FIRST:LAST:STEP.
+
+    A range of shares (0.2:0.9:0.05) or of bytes (2GiB:6GiB:512MiB) has its last budget in it where the steps meet it.
+    Raises InputError on anything else.
+    """
+    found: set[int] = set()
+    for text in asked:
+        if ":" not in text:
+            found.add(resolve_budget(text, keep_all_peak_bytes))
+            continue
+        parts = text.split(":")
+        wanted = f"budget {text!r}: a range is FIRST:LAST:STEP, all shares (0.2:0.9:0.05) or all bytes (2GiB:6GiB:512MiB)"
+        if len(parts) != 3:
+            raise InputError(wanted)
+        shares = all(re.fullmatch(r"[0-9]*\.?[0-9]+", part) and Fraction(part) <= 1 for part in parts)
+        # Among bytes, 1 is one byte; of a graph without bytes a share is 0, so that shares among them are refused below.
+        first, last, step = (
+            Fraction(part) if shares or re.fullmatch(r"[0-9]+", part) else Fraction(resolve_budget(part, 0)) for part in parts
+        )
+        if not 0 < first <= last or step <= 0:
+            raise InputError(wanted)
+        if (last - first) / step > MOST_BUDGETS:
+            raise InputError(f"budget {text!r} is more than {MOST_BUDGETS:,} budgets")
+        for number in range(int((last - first) / step) + 1):
+            budget = first + number * step
+            found.add(resolve_budget(float(budget) if shares else int(budget), keep_all_peak_bytes))
+    return sorted(found)
+
+
+def methods_of(asked: Sequence[str]) -> list[str]:
+    """Planning methods by name, each once; ``all`` and ``none`` are names too. Raises InputError for an unknown one."""
+    names = _each(asked, METHODS)
+    for name in names:
+        method_named(name)
+    return names
+
+
+def rules_of(asked: Sequence[str]) -> list[str]:
+    """Online rules by name as rows have them, each once; ``all`` and ``none`` are names too. Raises InputError likewise."""
+    tiny = Graph("tiny", (Op("op", (), (0,), 1),), (Value("value", 512),), frozenset(), frozenset({0}))
+    names = (run(tiny, 2**20, heuristic=name).rule for name in _each(asked, HEURISTICS))  # two spellings can be one rule
+    return [ONLINE + name for name in dict.fromkeys(names)]
+
+
+def _each(asked: Sequence[str], known: Mapping[str, object]) -> list[str]:
+    return list(dict.fromkeys(name for word in asked if word != "none" for name in (known if word == "all" else [word])))
+
+
+def cells_of(
+    budgets: Mapping[str, Sequence[int]],
+    methods: Sequence[str],
+    rules: Sequence[str],
+    *,
+    gap: float,
+    time_limit_s: float,
+    seed: int,
+) -> list[Cell]:
+    """All cells, those that take longest first: planning methods, small budgets.
+
+    budgets  for each graph (by its fingerprint), in bytes
+    """
+    options = {"gap": gap, "time_limit_s": time_limit_s}
+    check_options({**options, "seed": seed})
+    of_each = [(name, options) for name in methods] + [(name, dict[str, Any]()) for name in rules]
+    return [
+        Cell(fingerprint, name, budget_bytes, seed, given)
+        for name, given in of_each
+        for fingerprint, some in budgets.items()
+        for budget_bytes in sorted(some)
+    ]
+
+
+# One cell.
+
+
+def row_of(graph: Graph, cell: Cell) -> Row:
+    """Run a cell: its row, whatever comes of it.
+
+    The row is that of ``Plan.row`` with ``fingerprint, options, reason, notes, cpu_s``: why there is no schedule, what the
+    method said, and the processor time of this process.
+    """
+    began, cpu_began = time.perf_counter(), time.process_time()
+    try:
+        plan, reason = _online(graph, cell) if cell.method.startswith(ONLINE) else _planned(graph, cell)
+        row, notes = plan.row(), plan.notes
+    except Exception as error:  # a cell that fails is a row that says so; the others go on
+        mine = isinstance(error, BeladyError)
+        reason = str(error) if mine else f"{type(error).__name__}: {error}"
+        row = failed_row(graph, cell, reason, time.perf_counter() - began, status=REFUSED if mine else FAILED)
+        notes = {}
+    row |= {"method": cell.method, "fingerprint": cell.fingerprint, "options": dict(cell.options), "reason": reason}
+    return row | {"notes": notes, "cpu_s": time.process_time() - cpu_began}
+
+
+def failed_row(graph: Graph, cell: Cell, reason: str, wall_s: float, *, status: str = FAILED) -> Row:
+    """The row of a cell that has no result."""
+    plan = Plan.of(graph, cell.budget_bytes, None, method=cell.method, seed=cell.seed, wall_s=wall_s)
+    told = {"fingerprint": cell.fingerprint, "options": dict(cell.options), "reason": reason, "notes": {}, "cpu_s": None}
+    return plan.row() | {"status": status} | told
+
+
+def _planned(graph: Graph, cell: Cell) -> tuple[Plan, str | None]:
+    options = {**cell.options, "seed": cell.seed}
+    if "workers" in inspect.signature(method_named(cell.method)).parameters:
+        options["workers"] = 1  # the cells are what is parallel
+    plan = solve(graph, cell.budget_bytes, method=cell.method, **options)
+    if plan.status is Status.INFEASIBLE:
+        return plan, str(plan.notes.get("infeasible", "proved too small"))
+    if plan.status is Status.UNKNOWN:
+        return plan, str(plan.notes.get("stopped") or plan.notes.get("reason") or "nothing found, nothing ruled out")
+    return plan, None
+
+
+def _online(graph: Graph, cell: Cell) -> tuple[Plan, str | None]:
+    if cell.budget_bytes < (needed := least_bytes(graph)):
+        plan = Plan.of(graph, cell.budget_bytes, None, method=cell.method, seed=cell.seed, wall_s=0.0, infeasible=True)
+        return plan, f"every schedule needs at least {needed:,} bytes"
+    found = run(graph, cell.budget_bytes, heuristic=cell.method.removeprefix(ONLINE), seed=cell.seed)
+    if found.completed:
+        return found.plan(), None
+    why = f"{found.status}" + (f" at {found.failure.op}: {found.failure}" if found.failure else "")
+    return found.plan(), why
+
+
+# Many cells.
+
+
+def work(graphs: Mapping[str, Graph], cells: Sequence[Cell], jobs: int) -> Iterator[tuple[Cell, Row]]:
+    """Run cells in ``jobs`` processes; rows come as they are done. However it is left, no process stays behind.
+
+    Processes are spawned, have one thread each, ignore Ctrl-C, and are replaced where they die: their cell has then FAILED.
+    """
+    waiting = deque(cells)
+    busy: dict[Connection, tuple[SpawnProcess, Cell, float]] = {}
+    idle: list[tuple[SpawnProcess, Connection]] = []
+    try:
+        while waiting or busy:
+            while waiting and len(busy) < jobs:
+                process, line = idle.pop() if idle else _started(graphs)
+                busy[line] = process, waiting.popleft(), time.perf_counter()
+                with suppress(OSError):  # it died: the end of the line says so below
+                    line.send(busy[line][1])
+            for line in cast(list[Connection], wait(list(busy))):
+                process, cell, began = busy[line]
+                try:
+                    row = line.recv()
+                except (EOFError, OSError):
+                    process.join()
+                    reason = f"its process ended with {_exit(process.exitcode)}"
+                    row = failed_row(graphs[cell.fingerprint], cell, reason, time.perf_counter() - began)
+                    line.close()
+                else:
+                    idle.append((process, line))
+                del busy[line]
+                yield cell, row
+    finally:
+        for process, line in [*idle, *((process, line) for line, (process, _, _) in busy.items())]:
+            line.close()
+            _kill(process)
+
+
+def _started(graphs: Mapping[str, Graph]) -> tuple[SpawnProcess, Connection]:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_serve, args=(theirs, dict(graphs)), daemon=True)
+    # What a process is started with: one thread, and Ctrl-C blocked, which is for the parent alone.
+    before = {name: os.environ.get(name) for name in THREADS}
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        os.environ.update(dict.fromkeys(THREADS, "1"))
+        process.start()
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        theirs.close()
+    return process, ours
+
+
+def _serve(line: Connection, graphs: dict[str, Graph]) -> None:
+    """The life of a process: a cell comes, its row goes, until the line is closed."""
+    os.setpgid(0, 0)  # solvers may start programs of their own; ``_kill`` ends them too
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)  # what solvers print
+    with suppress(EOFError, OSError):
+        while True:
+            cell = line.recv()
+            line.send(row_of(graphs[cell.fingerprint], cell))
+
+
+def _kill(process: SpawnProcess) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        if process.pid is not None and process.exitcode is None and os.getpgid(process.pid) == process.pid:
+            os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
+    process.join()
+
+
+def _exit(code: int | None) -> str:
+    if code is not None and code < 0:
+        return signal.Signals(-code).name
+    return f"exit code {code}"
+
+
+# All rows.
+
+
+def settle(rows: Sequence[Row]) -> list[Row]:
+    """Rows of the same cells, each cell once (the last row), with what one knows that helps another:
+
+    - A plan for a smaller budget is also one for a larger. Where it is cheaper than what was found there, it takes its place;
+      ``notes`` then have ``reused_from_budget_bytes`` and the row's ``own_time_ns`` and ``own_status``; its bound stays its own.
+    - A bound proved for a budget holds for the online runs of the same graph under the same budget or a smaller one.
+
+    Settled rows stay as they are when they are settled again. Rows that are not from a sweep are left out.
+    """
+    latest = {key: row for row in rows if (key := key_of(row)) is not None}
+    order = {key: number for number, key in enumerate(latest)}
+    settled: dict[Key, Row] = {}
+    cheapest: dict[tuple[str, str, int, str], Row] = {}
+    for key, row in sorted(latest.items(), key=lambda item: item[0][2]):
+        fingerprint, method, _, seed, options = key
+        settled[key] = row
+        if method.startswith(ONLINE) or row["status"] in (FAILED, REFUSED):
+            continue
+        line = fingerprint, method, seed, options
+        if line in cheapest:
+            settled[key] = _reused(row, cheapest[line])
+        if settled[key]["time_ns"] is not None:
+            cheapest[line] = settled[key]
+    ground = proved(list(settled.values()))
+    for key, row in settled.items():
+        bound_ns = ground.get(key[0], {}).get(key[2])
+        if key[1].startswith(ONLINE) and bound_ns is not None:
+            gap = None if row["time_ns"] is None else max(0.0, 1 - bound_ns / row["time_ns"]) if row["time_ns"] else 0.0
+            settled[key] = row | {"bound_ns": bound_ns, "gap": gap}
+    return [settled[key] for key in sorted(settled, key=lambda key: order[key])]
+
+
+def _reused(row: Row, cheaper: Row) -> Row:
+    """A row with the schedule of a smaller budget's row, where that one is cheaper."""
+    time_ns, bound_ns = cheaper["time_ns"], row["bound_ns"]
+    if row["time_ns"] is not None and row["time_ns"] <= time_ns:
+        return row
+    if row["status"] == Status.INFEASIBLE:
+        reason = f"called infeasible, but {cheaper['budget_bytes']:,} bytes are enough: a bug in {row['method']}"
+        return row | {"status": FAILED, "reason": reason}
+    gap = None if bound_ns is None else max(0.0, 1 - bound_ns / time_ns) if time_ns else 0.0
+    proved_ = bound_ns is not None and 0 <= time_ns - bound_ns <= row["options"].get("gap", 0.0) * time_ns
+    own = {"own_time_ns": row["time_ns"], "own_status": row["status"]}
+    source = cheaper["notes"].get("reused_from_budget_bytes", cheaper["budget_bytes"])
+    return row | {
+        "status": str(Status.OPTIMAL if proved_ else Status.FEASIBLE),
+        "reason": None,
+        "gap": gap,
+        **{name: cheaper[name] for name in ("time_ns", "overhead", "peak_bytes", "recomputed_ops")},
+        "notes": {**own, **row["notes"], "reused_from_budget_bytes": source},
+    }
+
+
+def proved(rows: Sequence[Row]) -> dict[str, dict[int, int]]:
+    """For each graph (by fingerprint) and budget, the best proved bound; what holds for a budget holds for every smaller one."""
+    ground: dict[str, dict[int, int]] = {}
+    for row in rows:
+        of_graph = ground.setdefault(row["fingerprint"], {})
+        own = 0 if row["bound_ns"] is None or row["method"].startswith(ONLINE) else row["bound_ns"]
+        of_graph[row["budget_bytes"]] = max(own, of_graph.get(row["budget_bytes"], 0))
+    for fingerprint, of_graph in ground.items():
+        best = 0
+        for budget_bytes in sorted(of_graph, reverse=True):
+            best = of_graph[budget_bytes] = max(best, of_graph[budget_bytes])
+        ground[fingerprint] = {budget_bytes: bound for budget_bytes, bound in of_graph.items() if bound}
+    return ground
