@@ -1,10 +1,11 @@
-"""The DTR engine: computes, evicts, rebuilds, pins and releases. It knows no policy and no torch.
+"""The DTR engine: computes, evicts, rebuilds, pins and releases. It knows no policy, no addresses and no torch.
 
 Source: Kirisame et al., ICLR 2021, sections 2 and appendix C; where the paper is silent, the authors' simulator.
 
 Ops read and make *tensors*; a tensor is one view of one *storage*, and storages are what memory is counted in and what is
-evicted. Which storage goes is asked of a ``Pool`` (``online.heuristics``); what a computation or an eviction does for real is
-told to a ``Driver``. Both a Graph (no views) and an operator log drive the same engine.
+evicted. Which storage goes is asked of ``online.victims``, by the scores of a ``Pool``; whether bytes in a row are there is
+asked of an ``Allocator``, if one is given; what a computation or an eviction does for real is told to a ``Driver``. Both a
+Graph (no views) and an operator log drive the same engine.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from graphs.program import Program
+from online.allocators import HELD, Allocator, Block
 from online.heuristics import Heuristic, Pool
 from online.neighborhood import Relations
+from online.victims import victims
 
 
 class Release(enum.StrEnum):
@@ -45,7 +48,9 @@ class Counters:
     executions       ops run, repeats included
     recomputations   ops run again, and recomputed_ns: their time
     evictions        storages evicted to make room; released: storages evicted because the program dropped them
-    evaluations      scores a scan of the pool computes, summed over evictions
+    searches         choices of what to evict: one storage each, or one range of addresses
+    evaluations      scores computed for them, as by a scan of the pool each time
+    inspected        pieces of address space looked at for them
     visits           storages looked at to keep neighbourhood sums
     deepest          most ops under way at a time: one waits for its inputs, one of which waits for its own, ...
     search_s         wall time spent choosing what to evict
@@ -56,7 +61,9 @@ class Counters:
     recomputed_ns: int = 0
     evictions: int = 0
     released: int = 0
+    searches: int = 0
     evaluations: int = 0
+    inspected: int = 0
     visits: int = 0
     deepest: int = 0
     search_s: float = 0.0
@@ -68,13 +75,15 @@ class OutOfMemory(Exception):
     op            its number
     asked_bytes   bytes in use if it had run
     held          storages in memory that must not be evicted
+    short_bytes   with an allocator: the block that could not be had
     """
 
-    def __init__(self, op: int, asked_bytes: int, held: list[int]) -> None:
-        super().__init__(op, asked_bytes, held)
+    def __init__(self, op: int, asked_bytes: int, held: list[int], short_bytes: int | None = None) -> None:
+        super().__init__(op, asked_bytes, held, short_bytes)
         self.op = op
         self.asked_bytes = asked_bytes
         self.held = held
+        self.short_bytes = short_bytes
 
 
 class Thrashed(Exception):
@@ -85,6 +94,7 @@ class Engine:
     """Memory under a budget. Declare storages and ops, then ``call`` ops and ``drop`` storages in program order.
 
     budget_bytes  None: unlimited
+    allocator     a new one; what fits is then what finds its blocks in it. None: what fits in the budget, byte for byte
     limit_ns      most time that recomputation may take in all; limit_runs: most recomputations in all; None: no limit
     reclaim       evict a dropped storage again as soon as the rebuild that needed it is done with it, and never keep a dropped
                   sibling of a rebuilt storage (not in the paper)
@@ -93,6 +103,14 @@ class Engine:
     resident                       of each storage, whether it is in memory now
     steps                          what happened, in time order: ``op``, or ``-1 - storage`` for one that left memory
     """
+
+    # With more than 30 attributes an instance without slots loses CPython's fast access to them.
+    __slots__ = (
+        "_banishing", "_counters", "_defined", "_dropped", "_inputs", "_locks", "_made_bytes", "_outputs", "_pinned",
+        "_producer", "_storage", "_time_ns", "_victims", "_views", "_weight", "_workspace_bytes", "allocator", "budget_bytes",
+        "clock", "driver", "limit_ns", "limit_runs", "peak_bytes", "pool", "reclaim", "relations", "release", "resident",
+        "size_bytes", "steps", "used_bytes",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -104,6 +122,7 @@ class Engine:
         reclaim: bool = False,
         limit_ns: float | None = None,
         limit_runs: int | None = None,
+        allocator: Allocator | None = None,
         driver: Driver | None = None,
     ) -> None:
         self.budget_bytes = float("inf") if budget_bytes is None else budget_bytes
@@ -111,6 +130,7 @@ class Engine:
         self.reclaim = reclaim
         self.limit_ns = float("inf") if limit_ns is None else limit_ns
         self.limit_runs = float("inf") if limit_runs is None else limit_runs
+        self.allocator = allocator
         self.driver = driver
         self._counters = Counters()
         self.used_bytes = 0
@@ -121,6 +141,7 @@ class Engine:
         self.resident: list[bool] = []
         self.size_bytes: list[int] = []  # of each storage, like the four below the pool
         self.pool = Pool(heuristic, self.relations, self.size_bytes, seed=seed)
+        self._victims = victims(heuristic, self.pool, allocator)
         self._views: list[list[int]] = []
         self._locks: list[int] = []
         self._pinned: list[bool] = []
@@ -140,7 +161,8 @@ class Engine:
     def counters(self) -> Counters:
         """Counts so far."""
         visits = self.pool.neighborhood.visits if self.pool.neighborhood else 0
-        return replace(self._counters, evaluations=self.pool.evaluations, visits=visits)
+        inspected = self.allocator.inspected if self.allocator else 0
+        return replace(self._counters, evaluations=self.pool.evaluations, visits=visits, inspected=inspected)
 
     # Declarations
 
@@ -178,7 +200,9 @@ class Engine:
         return op, outputs
 
     def preload(self, s: int) -> None:
-        """Pinned storage ``s`` is in memory from the start."""
+        """Pinned storage ``s`` is in memory from the start. Raises OutOfMemory, naming op 0, where an allocator has no room."""
+        if self.allocator is not None and not self.allocator.preload(s, self.size_bytes[s]):
+            raise self._out_of_memory(0, self.used_bytes + self.size_bytes[s])
         self.resident[s] = True
         self.used_bytes += self.size_bytes[s]
         self.peak_bytes = max(self.peak_bytes, self.used_bytes)
@@ -265,9 +289,9 @@ class Engine:
 
     def _execute(self, op: int, wanted: int, first: bool) -> None:
         """Make room and run ``op``; everything it reads is there and locked."""
-        workspace_bytes = self._workspace_bytes[op]
+        workspace_bytes, allocator = self._workspace_bytes[op], self.allocator
         asked = self.used_bytes + self._made_bytes[op] + workspace_bytes
-        if asked > self.budget_bytes:
+        if asked > self.budget_bytes if allocator is None else not allocator.take(self._blocks(op)):
             asked = self._make_room(op)
         if asked > self.peak_bytes:
             self.peak_bytes = asked
@@ -279,15 +303,19 @@ class Engine:
         self.clock += time_ns
         self.used_bytes = asked - workspace_bytes
         fresh = []
+        spare: list[int] | None = None
         for t in self._outputs[op]:
-            if self._defined[t]:
-                self.used_bytes -= self._weight[t]  # the second copy
+            if self._defined[t]:  # the second copy goes
+                self.used_bytes -= self._weight[t]
+                spare = [*spare, self._storage[t]] if spare else [self._storage[t]]
                 continue
             self._defined[t] = True
             s = self._storage[t]
             if not self.resident[s]:
                 self.resident[s] = True
                 fresh.append(s)
+        if allocator is not None:
+            allocator.settle(spare or ())
         if first:
             self._relate(op)
         asked_for = self._storage[wanted] if wanted >= 0 else -1
@@ -315,11 +343,15 @@ class Engine:
         """After its first run: what ``op`` made depends on what it read, and has cost its time."""
         relations = self.relations
         reads = [s for s in map(self._storage.__getitem__, self._inputs[op]) if not self._never_gone(s)]
-        for s in dict.fromkeys(map(self._storage.__getitem__, self._outputs[op])):
+        makes = dict.fromkeys(map(self._storage.__getitem__, self._outputs[op]))
+        for s in makes:
             relations.cost_ns[s] += self._time_ns[op]
             self.pool.costlier(s, self._time_ns[op])
             for dep in reads:
                 relations.link(s, dep)
+        if len(makes) > 1:
+            for s in makes:
+                relations.siblings.setdefault(s, []).extend([other for other in makes if other != s])
 
     def _never_gone(self, s: int) -> bool:
         return self._pinned[s] and self.release is not Release.BANISH
@@ -354,18 +386,32 @@ class Engine:
 
     def _make_room(self, op: int) -> int:
         """Evict until ``op`` fits; the bytes in use while it runs."""
-        asked = self.used_bytes + self._made_bytes[op] + self._workspace_bytes[op]
-        while asked > self.budget_bytes:
-            if not self.pool:
-                held = [s for s, there in enumerate(self.resident) if there]
-                raise OutOfMemory(op, asked, held)
+        counters = self._counters
+        while True:
             start = time.perf_counter()
-            s = self.pool.pick(self.clock)
-            self._counters.search_s += time.perf_counter() - start
-            self._evict(s)
-            self._counters.evictions += 1
-            asked -= self.size_bytes[s]
-        return asked
+            chosen = self._victims(self.clock)
+            counters.search_s += time.perf_counter() - start
+            counters.searches += 1
+            if not chosen:
+                raise self._out_of_memory(op, self.used_bytes + self._made_bytes[op] + self._workspace_bytes[op])
+            for s in chosen:
+                self._evict(s)
+            counters.evictions += len(chosen)
+            asked = self.used_bytes + self._made_bytes[op] + self._workspace_bytes[op]
+            if asked <= self.budget_bytes if self.allocator is None else self.allocator.take(self._blocks(op)):
+                return asked
+
+    def _blocks(self, op: int) -> list[Block]:
+        """What ``op`` asks of the allocator: a block for each new storage or second copy, and one for its workspace."""
+        time_ns = self._time_ns[op]
+        blocks = [(self._storage[t], self._weight[t], time_ns) for t in self._outputs[op] if self._weight[t]]
+        if self._workspace_bytes[op]:
+            blocks.append((HELD, self._workspace_bytes[op], 0))
+        return blocks
+
+    def _out_of_memory(self, op: int, asked_bytes: int) -> OutOfMemory:
+        held = [s for s, there in enumerate(self.resident) if there and (self._pinned[s] or self._locks[s])]
+        return OutOfMemory(op, asked_bytes, held, self.allocator.short if self.allocator else None)
 
     def _evict(self, s: int) -> None:
         self._remove(s)
@@ -380,6 +426,8 @@ class Engine:
             self._defined[t] = False
         self.used_bytes -= self.size_bytes[s]
         self.steps.append(-1 - s)
+        if self.allocator is not None:
+            self.allocator.free(s)
         if self.driver is not None:
             self.driver.free(s)
 

@@ -17,9 +17,9 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from online.neighborhood import Exact, Neighborhood, Relations, UnionFind
+from online.neighborhood import Exact, Neighborhood, Producers, Relations, UnionFind
 
-Cost = Literal["neighborhood", "ancestors", "union_find", "local", "none"]
+Cost = Literal["neighborhood", "ancestors", "union_find", "producers", "local", "none"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,16 +27,20 @@ class Heuristic:
     """One eviction rule.
 
     cost       what stands above the line: c0 alone ("local"); c0 plus the sum over e* ("neighborhood"), over its ancestor half
-               ("ancestors"), or plus the union-find estimate of it ("union_find"); 1 ("none")
+               ("ancestors"), or plus the union-find estimate of it ("union_find") or of Coop ("producers"); 1 ("none")
     size       whether to divide by the bytes of the storage
     staleness  whether to divide by the time since its last access
     random     a uniformly random choice; the rest does not count
+    holes      the free bytes beside a storage count as its own; needs addresses
+    window     evict the cheapest range of addresses that is large enough, by the sum of scores; needs an arena
     """
 
     cost: Cost
     size: bool
     staleness: bool
     random: bool = False
+    holes: bool = False
+    window: bool = False
 
     def score(self, local_ns: int, neighborhood_ns: int, size_bytes: int, stale_ns: int) -> float:
         """Score of one storage; smallest goes.
@@ -59,6 +63,13 @@ HEURISTICS = {
     "msps": Heuristic("ancestors", size=True, staleness=False),  # after Capuchin
     "e_star": Heuristic("neighborhood", size=True, staleness=False),  # |e*| + 1 where costs and sizes are 1 (Theorem 3.1)
     "random": Heuristic("none", size=False, staleness=False, random=True),
+}
+
+# Rules that look at addresses. Coop leaves the size to the window; DTE is MegTaiChi's, as Coop's authors have it.
+ADDRESS_HEURISTICS = {
+    "coop": Heuristic("producers", size=False, staleness=True, window=True),
+    "coop_e_star": Heuristic("neighborhood", size=False, staleness=True, window=True),
+    "dte": Heuristic("producers", size=True, staleness=True, holes=True),
 }
 
 
@@ -98,6 +109,8 @@ class Pool:
                 self.neighborhood = Exact(relations, descendants=False)
             elif heuristic.cost == "union_find":
                 self.neighborhood = UnionFind(relations)
+            elif heuristic.cost == "producers":
+                self.neighborhood = Producers(relations)
         self._costs = heuristic.cost != "none"
         self._rng = np.random.default_rng(seed)
         self._members = 0
@@ -225,6 +238,32 @@ class Pool:
             lowest = float(score.min())
             equals = np.flatnonzero(score == lowest)
         return self._choose(lowest, equals)
+
+    def members(self) -> list[int]:
+        """Storages that can be evicted now."""
+        return [self._at[slot] for slot in np.flatnonzero(self._barrier[: self._used] == 0.0).tolist()]
+
+    def resize(self, s: int, size_bytes: int) -> None:
+        """From now on ``s`` counts as that large."""
+        self._size[self._slot[s]] = size_bytes
+
+    def prices(self, clock: int) -> dict[int, int]:
+        """The score of every member in units of 2**-32, rounded down: integers, so that sums are exact.
+
+        A staleness or size of 0 counts as 1, so that no score is infinite.
+        """
+        members, heuristic = self.members(), self.heuristic
+        self.evaluations += len(members)
+        found = {}
+        for s in members:
+            above = self.relations.cost_ns[s] if self._costs else 1
+            if self.neighborhood is not None:
+                above += self.neighborhood.cost_ns(s, float("inf"))[0]
+            below = max(1, clock - self._last[s]) if heuristic.staleness else 1
+            if heuristic.size:
+                below *= max(1, self.size_bytes[s])
+            found[s] = (above << 32) // below
+        return found
 
     def _refine(self, slots: list[int], score: npt.NDArray[np.float64], weight: npt.NDArray[np.float64]) -> None:
         """Raise lower bounds that stand at the minimum: to the exact value, or well past the smallest other score."""

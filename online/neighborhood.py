@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
+UNKNOWN_LOSS = 1 << 62  # more ns than any sum
+
 
 class Relations:
     """Which storage is computed from which, what each costs, and which are evicted now. Storages are numbered from 0.
@@ -20,6 +22,7 @@ class Relations:
     dependents[s]  its transpose: only what has been computed already
     cost_ns[s]     c0: sum of the times of the ops that made a view of s
     evicted[s]     computed at least once, and not in memory now
+    siblings[s]    storages made by an op that makes a view of s, without s; no entry where there are none
     """
 
     def __init__(self) -> None:
@@ -27,6 +30,7 @@ class Relations:
         self.dependents: list[list[int]] = []
         self.cost_ns: list[int] = []
         self.evicted: list[bool] = []
+        self.siblings: dict[int, list[int]] = {}
 
     def add(self) -> int:
         """A new storage, not related to any other yet."""
@@ -158,7 +162,7 @@ class UnionFind:
         self._node[s] = root
         self._parent.append(root)
         self._sum.append(relations.cost_ns[s])
-        for edges in (relations.deps[s], relations.dependents[s]):
+        for edges in self._edges(s):
             for u in edges:
                 if relations.evicted[u] and u != s:
                     other = self._find(self._node[u])
@@ -186,9 +190,39 @@ class UnionFind:
         self.visits += len(relations.deps[s]) + len(relations.dependents[s])
         return sum([self._sum[root] for root in roots]), True
 
+    def _edges(self, s: int) -> tuple[list[int], list[int]]:
+        """Whose components ``s`` joins when it is evicted."""
+        return self.relations.deps[s], self.relations.dependents[s]
+
     def _find(self, node: int) -> int:
         parent = self._parent
         while parent[node] != node:
             parent[node] = node = parent[parent[node]]  # halve the path
             self.visits += 1
         return node
+
+
+class Producers(UnionFind):
+    """The estimate of Coop: components as above, but only the inputs and outputs of the op that makes a storage are asked.
+
+    Every evicted one of them adds the cost of its component, or its own where that is more; two in one component count twice.
+    """
+
+    def cost_ns(self, s: int, enough: float) -> tuple[int, bool]:
+        """See ``Neighborhood``; always exact."""
+        cost, evicted = self.relations.cost_ns, self.relations.evicted
+        total = 0
+        for edges in self._edges(s):
+            self.visits += len(edges)
+            for u in edges:
+                if evicted[u]:
+                    total += max(self._sum[self._find(self._node[u])], cost[u])
+        return total, True
+
+    def restored(self, s: int) -> tuple[list[int], int]:
+        """Where the component counted several times for one storage, it can lose several times what it lost."""
+        super().restored(s)
+        return [], UNKNOWN_LOSS
+
+    def _edges(self, s: int) -> tuple[list[int], list[int]]:
+        return self.relations.deps[s], self.relations.siblings.get(s, [])

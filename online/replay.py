@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 
+from graphs.errors import InputError
 from graphs.importers.dtr_program import read_program
 from graphs.program import Program
+from online.allocators import ARENAS, AddressUse, new_allocator
 from online.engine import Counters, Engine, Release
-from online.runtime import Failure, RunStatus, play, release_policy, rule
+from online.runtime import Failure, RunStatus, default_allocator, play, release_policy, rule
 from planner.budget import resolve_budget
 
 
@@ -20,6 +22,7 @@ class Replay:
     base_time_ns   time of running every op once
     peak_bytes     most bytes in memory at any moment
     steps          what happened: the number of a call, or ``-1 - storage`` for one that left memory
+    addresses      what the replay did to the address space; None for the allocator "bytes"
     """
 
     program: Program = field(repr=False)
@@ -32,6 +35,7 @@ class Replay:
     counters: Counters
     failure: Failure | None
     steps: tuple[int, ...] = field(repr=False)
+    addresses: AddressUse | None = None
 
     @property
     def slowdown(self) -> float:
@@ -44,6 +48,7 @@ def replay_log(
     budget: int | float | str,
     *,
     heuristic: str = "dtr",
+    allocator: str | None = None,
     release: Release | str = Release.EAGER,
     reclaim: bool = False,
     thrash_limit: float = 2.0,
@@ -60,18 +65,23 @@ def replay_log(
     program = log if isinstance(log, Program) else read_program(log)
     budget_bytes = resolve_budget(budget, baseline_peak_bytes(program))
     base_time_ns = program.base_time_ns
+    evict = rule(heuristic)
+    allocator = default_allocator(evict) if allocator is None else allocator
+    if allocator in ARENAS and not ARENAS[allocator].in_place:
+        raise InputError(f"the allocator {allocator} moves residents between steps, and a log has no residents")
     engine = Engine(
         budget_bytes,
-        rule(heuristic),
+        evict,
         seed=seed,
         release=release_policy(release),
         reclaim=reclaim,
         limit_ns=(thrash_limit - 1) * base_time_ns,
+        allocator=new_allocator(allocator, budget_bytes, program),
     )
     status, failure = play(engine, program)
     return Replay(
         program, budget_bytes, heuristic, status, engine.clock - 1, base_time_ns, engine.peak_bytes, engine.counters, failure,
-        tuple(engine.steps),
+        tuple(engine.steps), engine.allocator.use if engine.allocator else None,
     )  # fmt: skip
 
 

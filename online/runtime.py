@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 from graphs.errors import BudgetExceeded, InputError, NoScheduleFound
 from graphs.ir import Graph
 from graphs.program import Program, program_of
-from online.engine import Counters, Engine, OutOfMemory, Release, Thrashed
-from online.heuristics import HEURISTICS, Heuristic
+from online.allocators import ALLOCATORS, ARENAS, AddressUse, Arena, new_allocator
+from online.engine import Counters, Driver, Engine, OutOfMemory, Release, Thrashed
+from online.heuristics import ADDRESS_HEURISTICS, HEURISTICS, Heuristic
 from planner.bounds import least_bytes
 from planner.budget import format_bytes, resolve_budget
 from planner.plan import check_options, graph_of, infeasible
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from online.executor import Outcome
 
 
+UPDATES = 2  # steps that come before the one of a run whose allocator moves the residents between steps
 RUNS_PER_OP = 1000  # a run that recomputes more often than this, on average, is given up: costs may be 0, so time says nothing
 
 
@@ -43,11 +45,13 @@ class Failure:
     op           name of the op that did not fit
     asked_bytes  bytes in use if it had run
     held         what was in memory and must not be evicted: (name, bytes), largest first
+    short_bytes  with an allocator: the block that could not be had in one piece
     """
 
     op: str
     asked_bytes: int
     held: tuple[tuple[str, int], ...]
+    short_bytes: int | None = None
 
     def __str__(self) -> str:
         largest = ", ".join(f"{name} ({format_bytes(size)})" for name, size in self.held[:3])
@@ -64,6 +68,8 @@ class Run:
     failure              where it ran out of memory, if it did
     wall_s               wall time of the run
     outcome              loss, gradients and buffers of an executed run
+    allocator            name of what decided whether something fits
+    addresses            what the run did to the address space; None for "bytes"
     """
 
     graph: Graph
@@ -81,6 +87,8 @@ class Run:
     wall_s: float
     step: Step | None = field(default=None, repr=False, compare=False)
     outcome: Outcome | None = field(default=None, repr=False, compare=False)
+    allocator: str = "bytes"
+    addresses: AddressUse | None = None
 
     @property
     def completed(self) -> bool:
@@ -96,7 +104,14 @@ class Run:
     @property
     def rule(self) -> str:
         """The heuristic, with what differs from the default options behind plus signs; ``run`` takes it back."""
-        return self.heuristic + "+reclaim" * self.reclaim + f"+{self.release}" * (self.release != Release.EAGER)
+        parts = [self.heuristic]
+        if self.allocator != default_allocator(rule(self.heuristic)):
+            parts.append(self.allocator)
+        if self.reclaim:
+            parts.append("reclaim")
+        if self.release != Release.EAGER:
+            parts.append(self.release)
+        return "+".join(parts)
 
     def plan(self) -> Plan:
         """The recorded schedule as a Plan: FEASIBLE, or UNKNOWN where the run stopped. Nothing is proved by it.
@@ -106,6 +121,8 @@ class Run:
         notes = {"status": str(self.status)} | asdict(self.counters)
         if self.failure is not None:
             notes |= {"op": self.failure.op, "asked_bytes": self.failure.asked_bytes}
+        if self.addresses is not None:
+            notes |= {"allocator": self.allocator} | asdict(self.addresses)
         plan = Plan.of(
             self.graph,
             self.budget_bytes,
@@ -127,6 +144,7 @@ def run(
     budget: int | float | str,
     *,
     heuristic: str = "dtr",
+    allocator: str | None = None,
     release: Release | str = Release.EAGER,
     reclaim: bool = False,
     thrash_limit: float = 10.0,
@@ -137,7 +155,12 @@ def run(
     """Run a graph online: ops in graph order, storages evicted when the next op would not fit, rebuilt when they are read.
 
     budget        bytes (int, "6GiB") or a share of the keep-all peak (float in (0, 1]); counts everything the graph holds
-    heuristic     a name of ``online.HEURISTICS``; "+reclaim", "+ignore" and "+banish" behind it set the next two
+    heuristic     a name of ``online.HEURISTICS`` or of ``online.ADDRESS_HEURISTICS``; "+reclaim", "+ignore", "+banish" and
+                  "+" a name of an allocator behind it set the next three
+    allocator     a name of ``online.ALLOCATORS``: whether a storage fits is decided byte for byte ("bytes", what most rules
+                  take), by PyTorch's caching allocator ("caching"), or by one arena of ``budget`` bytes ("arena", and "coop",
+                  which partitions it and is what the rule "coop" takes; "_moving" behind these: the residents lie where two
+                  updates by copying have put them). Blocks are multiples of 512 bytes
     release       what to do with a value after its last read: "eager" (evict it), "ignore", "banish" (free it for good)
     reclaim       evict such a value again as soon as the rebuild that needed it is done with it (not in the DTR paper)
     thrash_limit  stop when all runs take this many times the keep-all time, or a thousand runs per op
@@ -158,6 +181,8 @@ def run(
     for extra in extras:
         if extra == "reclaim":
             reclaim = True
+        elif extra in ALLOCATORS:
+            allocator = extra
         else:
             release = extra
     evict = rule(heuristic)
@@ -178,23 +203,43 @@ def run(
         from online.executor import Execution
 
         execution = Execution(step, inputs)
-    engine = Engine(
-        budget_bytes,
-        evict,
-        seed=seed,
-        release=policy,
-        reclaim=reclaim,
-        limit_ns=(thrash_limit - 1) * graph.keep_all_time_ns,
-        limit_runs=RUNS_PER_OP * len(graph.ops),
-        driver=execution,
-    )
     program = program_of(graph)
+    allocator = default_allocator(evict) if allocator is None else allocator
+
+    def new_engine(layout: dict[int, int], driver: Driver | None = None) -> Engine:
+        return Engine(
+            budget_bytes,
+            evict,
+            seed=seed,
+            release=policy,
+            reclaim=reclaim,
+            limit_ns=(thrash_limit - 1) * graph.keep_all_time_ns,
+            limit_runs=RUNS_PER_OP * len(graph.ops),
+            allocator=new_allocator(allocator, budget_bytes, program, layout=layout),
+            driver=driver,
+        )
+
     outcome = None
+    layout: dict[int, int] = {}
     start = time.perf_counter()
     with execution or contextlib.nullcontext():
-        status, failure = play(engine, program)
+        for _ in range(UPDATES if allocator in ARENAS and not ARENAS[allocator].in_place else 0):
+            engine = new_engine(layout)
+            status, failure = play(engine, program)
+            if status is not RunStatus.COMPLETED:  # so no later step is reached
+                break
+            assert isinstance(engine.allocator, Arena)
+            layout = engine.allocator.rewritten(sorted(graph.resident), graph.outputs)
+        else:
+            engine = new_engine(layout, execution)
+            status, failure = play(engine, program)
         wall_s = time.perf_counter() - start
         if execution is not None:
+            if failure is not None and failure.short_bytes is not None:
+                raise NoScheduleFound(
+                    f"{failure.op} needs {failure.short_bytes:,} bytes in a row, which {budget_bytes:,} bytes "
+                    f"({format_bytes(budget_bytes)}) do not have with the allocator {allocator}: {failure}; give it more memory"
+                )
             if failure is not None:
                 raise BudgetExceeded(failure.op, failure.asked_bytes, budget_bytes, str(failure))
             if status is not RunStatus.COMPLETED:
@@ -214,7 +259,7 @@ def run(
         assert peak_bytes <= budget_bytes, "the engine went over its budget"
     return Run(
         graph, budget_bytes, heuristic, policy, reclaim, seed, status, schedule, time_ns, peak_bytes, engine.counters,
-        failure, wall_s, step, outcome,
+        failure, wall_s, step, outcome, allocator, engine.allocator.use if engine.allocator else None,
     )  # fmt: skip
 
 
@@ -225,7 +270,7 @@ def play(engine: Engine, program: Program) -> tuple[RunStatus, Failure | None]:
     except OutOfMemory as error:
         named = ((program.names[s], program.size_bytes[s]) for s in error.held)
         held = tuple(sorted(named, key=lambda entry: -entry[1]))
-        return RunStatus.OUT_OF_MEMORY, Failure(program.calls[error.op].name, error.asked_bytes, held)
+        return RunStatus.OUT_OF_MEMORY, Failure(program.calls[error.op].name, error.asked_bytes, held, error.short_bytes)
     except Thrashed:
         return RunStatus.THRASHED, None
     return RunStatus.COMPLETED, None
@@ -233,9 +278,15 @@ def play(engine: Engine, program: Program) -> tuple[RunStatus, Failure | None]:
 
 def rule(heuristic: str) -> Heuristic:
     """The eviction rule of that name. Raises InputError naming those there are."""
-    if heuristic not in HEURISTICS:
-        raise InputError(f"unknown heuristic {heuristic!r}; there are: {', '.join(HEURISTICS)}")
-    return HEURISTICS[heuristic]
+    known = HEURISTICS | ADDRESS_HEURISTICS
+    if heuristic not in known:
+        raise InputError(f"unknown heuristic {heuristic!r}; there are: {', '.join(known)}")
+    return known[heuristic]
+
+
+def default_allocator(heuristic: Heuristic) -> str:
+    """What a rule runs with where nothing else is asked for."""
+    return "coop" if heuristic.window else "arena" if heuristic.holes else "bytes"
 
 
 def release_policy(name: str) -> Release:
