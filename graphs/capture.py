@@ -18,6 +18,7 @@ from graphs.fingerprint import Fingerprint
 from graphs.inputs import InputForm, Inputs, Loss, check_input, flatten, leaves_like, own_example, plain, splitter
 from graphs.ir import Graph, Op, Value
 from graphs.rewrite import (
+    drop_unread_statistics,
     fuse_bernoulli,
     is_effect,
     is_random,
@@ -96,7 +97,8 @@ class _Want:
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """A captured training step: the Graph, the FX graph it came from, and how one maps to the other.
+    """A captured training step: the Graph, the FX graph it came from, and how one maps to the other. It belongs to its model, so
+    it can be neither copied nor pickled (InputError).
 
     graph      what planners and the online runtime see
     module     functional joint graph (forward, loss, backward): placeholders, calls, one output node, and ``get_attr`` nodes
@@ -139,6 +141,12 @@ class Step:
         with contextlib.nullcontext() if self.autocast is None else torch.autocast(self.device.type, dtype=self.autocast):
             loss: Tensor = self.body(plain(inputs))
         return loss
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        raise InputError(
+            f"the captured step of {self.graph.name} belongs to its model and can be neither copied nor pickled; capture the "
+            f"copy, or save the plan (plan.save) and load it for a step captured anew"
+        )
 
     def views(self, op: int) -> tuple[fx.Node, ...]:
         """The view nodes that the arguments of op ``op`` need, in an order in which they can be made."""
@@ -253,6 +261,7 @@ def capture(
     if sparse is not None:
         raise CaptureError(f"{name}: {sparse.name} ({sparse.target}) makes a sparse tensor; use dense gradients (sparse=False)")
     fuse_bernoulli(graph)
+    drop_unread_statistics(graph)
     gradient_at = {result.name: i for i, result in enumerate(results) if result.kind == "gradient"}
     if autocast is not None:
         placeholders = graph.find_nodes(op="placeholder")
@@ -373,7 +382,11 @@ def _results(name: str, joint: Joint, state: Mapping[str, Tensor], leaves: Seque
             results.append(Result("gradient" if kind == "gradient" else "buffer", names[i]))
         nodes.append(node)
     if {"loss", "gradient"} - {result.kind for result in results}:
-        raise CaptureError(f"the loss of {name} is one of its parameters, or a view of one: there is nothing to compute")
+        given = {storage_key(t) for n in joint.module.graph.find_nodes(op="placeholder") for t in tensors_of(n)}
+        at = next((n for n, found in zip(nodes, results, strict=True) if found.kind == "loss"), None)
+        if at is None or any(storage_key(t) in given for t in tensors_of(at)):
+            raise CaptureError(f"the loss of {name} is one of its parameters, or a view of one: there is nothing to compute")
+        raise CaptureError(f"the loss of {name} depends on none of its parameters that require a gradient")
     joint.module.graph.output_node().args = (tuple(nodes),)
     return results
 

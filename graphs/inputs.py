@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from graphs.errors import CaptureError, InputError
+from graphs.fingerprint import same_plain
 from graphs.torch_private import (
     TreeSpec,
     is_traceable_wrapper_subclass,
@@ -74,6 +75,11 @@ def flatten(inputs: _Plain) -> tuple[list[Any], InputForm]:
     return leaves, InputForm(spec, labels, names, {i: leaf for i, leaf in enumerate(leaves) if not isinstance(leaf, Tensor)})
 
 
+def is_of(form: InputForm, inputs: tuple[Any, ...]) -> bool:
+    """Whether positional inputs have this form; their leaves may differ."""
+    return tree_flatten(inputs)[1] == form.spec
+
+
 def leaves_like(form: InputForm, inputs: Inputs) -> list[Any]:
     """Flat leaves of inputs that must have the captured form."""
     given = plain(inputs)
@@ -85,7 +91,7 @@ def leaves_like(form: InputForm, inputs: Inputs) -> list[Any]:
     if spec != form.spec:
         raise InputError(f"the inputs have another form than the captured ones: {spec} instead of {form.spec}")
     for i, captured in form.fixed.items():
-        if leaves[i] is captured or (type(leaves[i]) is type(captured) and leaves[i] == captured):
+        if same_plain(leaves[i], captured):
             continue
         found = "a tensor" if isinstance(leaves[i], Tensor) else repr(leaves[i])
         raise InputError(f"{form.labels[i]} is {found}, but the step was captured with {captured!r}; capture it again")
@@ -157,34 +163,44 @@ def _dummy_labels(name: str, example: Mapping[str, Any]) -> Tensor | None:
 
 def splitter(loss: Loss | None, inputs: _Plain) -> Callable[[Any], Arguments]:
     """How inputs are shared out between the model and the loss."""
-    count, names = (0, list[str]()) if loss is None else _targets(loss)
+    count, names = (0, []) if loss is None else _targets(loss)
     if isinstance(inputs, dict):
         missing = [name for name in names if name not in inputs]
         if missing:
             raise CaptureError(f"the loss requires {missing[0]!r}, which is not among the inputs {sorted(inputs)}")
         return lambda now: Arguments((), {k: v for k, v in now.items() if k not in names}, (), {k: now[k] for k in names})
-    if len(names) > count:
+    if len(names) > (count or 0):
         raise CaptureError(f"the loss requires the keyword {names[-1]!r}: give the inputs as a dict")
     if isinstance(inputs, Tensor):
         if count:
             raise CaptureError(f"the loss requires {count} more argument(s) beside the output: give inputs=(..., target)")
         return lambda now: Arguments((now,), {}, (), {})
+    if count is None:
+        if len(inputs) > 1:
+            raise CaptureError(
+                "the loss takes any number of arguments, so it does not say which inputs are its targets; name them, as in "
+                "def loss(output, target)"
+            )
+        count = 0
     if count > len(inputs):
         raise CaptureError(f"the loss requires {count} target(s) beside the output, but there are only {len(inputs)} inputs")
     cut = len(inputs) - count
     return lambda now: Arguments(tuple(now[:cut]), {}, tuple(now[cut:]), {})
 
 
-def _targets(loss: Loss) -> tuple[int, list[str]]:
-    """Arguments a loss requires beside the output: how many positional ones, and the names of all."""
+def _targets(loss: Loss) -> tuple[int | None, list[str]]:
+    """Arguments a loss requires beside the output: how many positional ones (None: any number), and the names of all."""
+    if isinstance(loss, type):
+        raise CaptureError(f"the loss is the class {loss.__name__}; give one of its objects: loss={loss.__name__}(...)")
     try:
         signature = inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss)
     except (TypeError, ValueError) as error:
         raise CaptureError(f"cannot see which arguments the loss {loss!r} takes; wrap it in a function") from error
     parameters = signature.parameters.values()
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    if not positional and not any(p.kind is p.VAR_POSITIONAL for p in parameters):
+    anything = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    if not positional and not anything:
         raise CaptureError("the loss takes no positional argument; its first one must be the output of the model")
     required = [p.name for p in positional[1:] if p.default is p.empty]
     keywords = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
-    return len(required), required + keywords
+    return None if anything and not positional else len(required), required + keywords

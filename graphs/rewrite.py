@@ -105,6 +105,24 @@ def remove_dead(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
+# Backward operators of batch norm: where the running statistics stand among the arguments, and the flag of training (None: they
+# are for training only).
+_BATCH_NORM_BACKWARD: dict[OpOverload[..., Any], tuple[tuple[int, int], int | None]] = {
+    aten.native_batch_norm_backward.default: ((3, 4), 7),
+    aten.batch_norm_backward.default: ((3, 4), 7),
+    aten.cudnn_batch_norm_backward.default: ((3, 4), None),
+}
+
+
+def drop_unread_statistics(graph: fx.Graph) -> None:
+    """Take the running statistics away from the backward of batch norm in training: the kernels get them, but do not read them,
+    so a later forward may change them before."""
+    for target, (places, flag) in _BATCH_NORM_BACKWARD.items():
+        for node in graph.find_nodes(op="call_function", target=target):
+            if flag is None or node.args[flag] is True:
+                node.args = tuple(None if i in places else argument for i, argument in enumerate(node.args))
+
+
 # Dropout draws its mask in place, into memory laid out like its input. The functional operator draws into contiguous memory,
 # where the same generator gives another mask. This operator is the draw as eager does it, in one piece and with no input.
 _library = torch.library.Library("belady", "DEF")  # type: ignore[no-untyped-call]

@@ -80,7 +80,7 @@ class Watch:
     def undo(self) -> None:
         """Put back the attributes of all modules, and what is in their lists, dicts and sets."""
         for path, part in self._parts.items():
-            now, before = vars(part), self._before[path]
+            now, before = part.__dict__, self._before[path]
             for key in now.keys() - before.keys():
                 del now[key]
             now.update(before)

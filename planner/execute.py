@@ -8,7 +8,7 @@ and there are no free instructions: the generated code says ``x = None``, and re
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 
 from graphs.capture import Inputs, Step, bind
 from graphs.errors import InputError
+from graphs.inputs import is_of
 from planner.draws import generators_of, undone_on_failure
 from planner.halves import checked_peak, cut_in_halves, peak_of_halves
 from planner.lowering import Code, placeholders, result_value
@@ -198,8 +199,11 @@ class PlannedModule(nn.Module):
             raise AttributeError(name)
         return getattr(self.step.model, name)
 
-    def __deepcopy__(self, memo: object) -> PlannedModule:
-        raise InputError("a planned module is tied to its model and cannot be copied; copy the model and plan for the copy")
+    def __reduce_ex__(self, protocol: object) -> Any:
+        raise InputError(
+            "a planned module is tied to its model and can be neither copied nor pickled; copy the model and plan for the copy, "
+            "or save its state_dict() and the plan (plan.save)"
+        )
 
     def extra_repr(self) -> str:
         graph = self.step.graph
@@ -296,14 +300,14 @@ def _inputs(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The inputs of a call in the form ``capture`` was given."""
     form = step.form
     if form.names is not None:
-        if bool(kwargs) == bool(args) or len(args) > 1:
+        if (args and (kwargs or len(args) > 1 or not isinstance(args[0], Mapping))) or not (args or kwargs or not form.names):
             raise InputError(f"give the inputs {list(form.names)} as keywords or as one dict, as in the captured step")
-        return kwargs or args[0]
+        return args[0] if args else kwargs
     if kwargs:
         raise InputError("give the inputs by position, as in the captured step, not as keywords")
+    if len(args) == 1 and (isinstance(args[0], Tensor) if form.spec.is_leaf() else not is_of(form, args)):
+        return args[0]  # all of them as one
     children = 1 if form.spec.is_leaf() else form.spec.num_children
-    if len(args) == 1 and (form.spec.is_leaf() or (isinstance(args[0], tuple | list) and len(args[0]) == children)):
-        return args[0]
     if len(args) != children:
         raise InputError(f"the step was captured with {children} input(s), not {len(args)}")
     return args

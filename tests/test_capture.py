@@ -2,6 +2,7 @@
 
 import copy
 import operator
+import pickle
 import random
 import weakref
 from collections.abc import Callable
@@ -731,6 +732,11 @@ REFUSED: dict[str, tuple[Callable[[], Step], str]] = {
         lambda: capture(Lambda(lambda m, x: square(m.linear(x) * torch.from_numpy(OUTSIDE.numbers.random((4, 8)))).float()), x8),
         "does not do the same in every call",
     ),
+    "loss class": (lambda: capture(linear(), (x8, x8), loss=nn.MSELoss), r"the class MSELoss; give .*loss=MSELoss\(\.\.\.\)"),
+    "loss of anything": (lambda: capture(linear(), (x8, x8), loss=lambda *a: F.mse_loss(*a)), "does not say which inputs"),
+    "loss of its own": (
+        lambda: capture(linear(), x8, loss=lambda y: torch.ones(1, requires_grad=True)), "depends on none of its parameters"
+    ),
     "momentum of None": (lambda: capture(averaging_norm(), x8, loss=square), "^1 averages .*give it a momentum"),
     "attribute wants gradient": (
         lambda: capture(Lambda(lambda m, x: square(m.linear(x) * UNREGISTERED)), x8),
@@ -815,6 +821,21 @@ def test_bind_names_what_differs():
     step.model.linear.bias.requires_grad_(False)
     with pytest.raises(InputError, match=r"linear.bias was frozen or unfrozen"):
         bind(step, (x8, 2))
+
+
+@pytest.mark.parametrize("take", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_step_is_neither_copied_nor_pickled(take):
+    step = capture(linear(), x8, loss=square)
+    with pytest.raises(InputError, match="the captured step of Linear belongs to its model"):
+        take(step)
+    assert answer_of(step, step.module(*bind(step, x8))).loss.isfinite()
+
+
+def test_nan_among_the_inputs_is_itself():
+    step = capture(Lambda(lambda m, x, fill: square(m.linear(x).nan_to_num(fill))), (x8, float("nan")))
+    bind(step, (x8, float("nan")))
+    with pytest.raises(InputError, match=r"inputs\[1\] is 0.0, but the step was captured with nan"):
+        bind(step, (x8, 0.0))
 
 
 class Editable(nn.Module):

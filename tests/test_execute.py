@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import pickle
 import random
 import warnings
 from collections.abc import Callable, Iterator
@@ -434,6 +435,23 @@ def test_two_losses_may_wait_for_one_backward(mlp: Case) -> None:
     _same(mlp.model.state_dict(), twin.state_dict())
 
 
+@pytest.mark.parametrize("norm", [nn.BatchNorm2d(4), nn.BatchNorm2d(4, affine=False), nn.InstanceNorm2d(4)])
+def test_batch_norm_may_run_twice_before_one_backward(norm: nn.Module) -> None:
+    """Its backward is handed the running statistics, but does not read them in training."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), norm, nn.Flatten(), nn.LazyLinear(1), nn.Flatten(0))
+    a, b = torch.randn(2, 1, 3, 6, 6)
+    model(a)
+    a, b = (x.expand(5, 3, 6, 6) * torch.randn(5, 3, 6, 6) for x in (a, b))
+    twin = copy.deepcopy(model)
+    step = capture(model, a, loss=lambda y: y.sum())
+    module = PlannedModule(step, keep_all(step.graph), PLENTY)
+    (twin(a).sum() + 2 * twin(b).sum()).backward()
+    (module(a) + 2 * module(b)).backward()
+    _same({n: p.grad for n, p in model.named_parameters()}, {n: p.grad for n, p in twin.named_parameters()})
+    _same(model.state_dict(), twin.state_dict())
+
+
 def test_old_and_new_content_of_a_buffer_may_both_be_read_late() -> None:
     """The new content is a view, so the old one cannot change places with it: that costs a copy, which counts."""
 
@@ -510,8 +528,10 @@ def test_everything_else_is_the_models_own(mlp: Case) -> None:
     module.apply(lambda part: setattr(part, "visited", True))
     assert model.visited
     assert module.to(torch.float32) is module
-    with pytest.raises(InputError, match="cannot be copied"):
-        copy.deepcopy(module)
+    for take in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(InputError, match="can be neither copied nor pickled"):
+            take(module)
+    assert module(*mlp.inputs).isfinite()
 
 
 def test_evaluation_runs_the_plain_model() -> None:
@@ -559,6 +579,25 @@ def test_inputs_come_as_they_were_captured() -> None:
     single = nn.Sequential(nn.Linear(3, 1), nn.Flatten(0))
     step = capture(single, a[:1])
     assert torch.equal(PlannedModule(step, keep_all(step.graph), PLENTY)(a[:1]), single(a[:1]))
+
+
+@pytest.mark.parametrize("inputs", [([torch.ones(2, 3)],), ([torch.ones(2, 3)], 2), {}, (), {"xs": [torch.ones(2, 3)]}])
+def test_inputs_may_be_nested_or_none_at_all(inputs: Any) -> None:
+    class Listed(nn.Linear):
+        def forward(self, xs: Any = None, scale: int = 1) -> Tensor:  # type: ignore[override]
+            return (self.weight if xs is None else super().forward(xs[0]) * scale).square().sum()
+
+    torch.manual_seed(0)
+    model = Listed(3, 2)
+    step = capture(model, inputs)
+    module = PlannedModule(step, keep_all(step.graph), PLENTY)
+    wanted = step.eager(inputs)
+    assert torch.equal(module(inputs), wanted)
+    assert torch.equal(module(**inputs) if isinstance(inputs, dict) else module(*inputs), wanted)
+    if isinstance(inputs, tuple) and inputs:
+        assert torch.equal(module(list(inputs)), wanted)
+    with pytest.raises(InputError):
+        module(torch.ones(2, 3), 1, 1)
 
 
 # Failure.
