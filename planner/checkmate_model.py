@@ -42,7 +42,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 from typing import Literal
 
@@ -56,7 +56,7 @@ FORMS = ("strong", "paper")
 
 SCALE = 1e6  # times and bytes are divided so that totals are about this; solvers work to an absolute 1e-6
 
-Held = Sequence[Collection[int]]  # for each stage, the values held into it
+Held = Sequence[Set[int]]  # for each stage, the values held into it
 
 
 class OutOfTime(Exception):
@@ -100,14 +100,12 @@ class CheckmateModel:
         extra_ns = (bound - 1e-3 - 1e-6 * abs(bound)) * self.unit_ns
         return self.graph.keep_all_time_ns + max(0, math.ceil(extra_ns / grain) * grain)
 
-    def held(self, values: Sequence[float], chosen: Callable[[int, int, float], bool] | None = None) -> Held:
-        """For each stage, the values held into it by a solution.
-
-        chosen  says for stage t, value x and its S whether x is held; default: S > 0.5
-        """
-        pick = chosen or (lambda t, x, s: s > 0.5)
-        stages = enumerate(zip(self.needed, self.hold, strict=True))
-        return [need if t < self.first else {x for x, s in hold.items() if pick(t, x, values[s])} for t, (need, hold) in stages]
+    def held(self, values: Sequence[float], chosen: Callable[[float], bool] = lambda s: s > 0.5) -> Held:
+        """For each stage, the values held into it by a solution: those of whose S ``chosen`` says so."""
+        return [
+            need if t < self.first else {x for x, s in hold.items() if chosen(values[s])}
+            for t, (need, hold) in enumerate(zip(self.needed, self.hold, strict=True))
+        ]
 
 
 def checkmate_model(
@@ -418,7 +416,7 @@ def _first_tight(graph: Graph, needed: Sequence[frozenset[int]], room_bytes: int
     return len(graph.ops) - 1
 
 
-def _stage_bytes(graph: Graph, need: Collection[int], size: Sequence[int], reruns: Iterable[int], t: int) -> int:
+def _stage_bytes(graph: Graph, need: Set[int], size: Sequence[int], reruns: Iterable[int], t: int) -> int:
     """The most that can be in memory in stage t, where nothing held is made again."""
     at_op = (graph.ops[k].workspace_bytes + sum(size[x] for x in graph.ops[k].outputs if x not in need) for k in (*reruns, t))
     return sum(size[x] for x in need) + max(at_op)

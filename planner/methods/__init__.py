@@ -11,6 +11,9 @@ from planner.result import Plan
 
 METHODS = {
     "checkmate": "planner.methods.checkmate",
+    "checkmate_lp": "planner.methods.checkmate_lp",
+    "chen_greedy": "planner.methods.chen_greedy",
+    "chen_sqrt": "planner.methods.chen_sqrt",
     "cutting_stages": "planner.methods.cutting_stages",
     "keep_all": "planner.methods.keep_all",
     "moccasin": "planner.methods.moccasin",
