@@ -237,6 +237,10 @@ def _json(command: argparse.ArgumentParser) -> None:
     )
 
 
+def _is_graph_file(name: str) -> bool:
+    return name.endswith((".json", ".json.gz", ".log", ".log.gz"))
+
+
 class Loaded:
     """What a WORKLOAD argument stands for: a Step with its inputs, or a Graph from a file."""
 
@@ -244,7 +248,7 @@ class Loaded:
         name: str = arguments.workload
         self.step: Step | None = None
         self.inputs: Any = None
-        if name.endswith((".json", ".json.gz", ".log", ".log.gz")):
+        if _is_graph_file(name):
             from graphs.importers import load
 
             for option in (*SIZES, "device"):
@@ -405,8 +409,10 @@ def _sweep(arguments: argparse.Namespace) -> int:
     graphs: dict[str, Graph] = {}
     budgets: dict[str, list[int]] = {}
     with computing() as status:
+        mixed = not all(map(_is_graph_file, arguments.workload))
         for name in arguments.workload:
-            graph = Loaded(argparse.Namespace(**{**vars(arguments), "workload": name}), status).graph
+            of_models = dict.fromkeys((*SIZES, "device")) if mixed and _is_graph_file(name) else {}
+            graph = Loaded(argparse.Namespace(**{**vars(arguments), "workload": name, **of_models}), status).graph
             fingerprint = graph.fingerprint()
             graphs[fingerprint] = graph
             budgets[fingerprint] = sweep.budgets_of(arguments.budget, simulate(graph, keep_all(graph)).peak_bytes)

@@ -14,7 +14,7 @@ import re
 import signal
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -205,7 +205,7 @@ def _online(graph: Graph, cell: Cell) -> tuple[Plan, str | None]:
 # Many cells.
 
 
-def work(graphs: Mapping[str, Graph], cells: Sequence[Cell], jobs: int) -> Iterator[tuple[Cell, Row]]:
+def work(graphs: Mapping[str, Graph], cells: Sequence[Cell], jobs: int) -> Generator[tuple[Cell, Row], None, None]:
     """Run cells in ``jobs`` processes; rows come as they are done. However it is left, no process stays behind.
 
     Processes are spawned, have one thread each, ignore Ctrl-C, and are replaced where they die: their cell has then FAILED.
