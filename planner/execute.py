@@ -140,6 +140,7 @@ class PlannedModule(nn.Module):
         self._trained = tuple(index["parameter", result.name] for result in step.results if result.kind == "gradient")
         self._generators = generators_of(step)
         self._no_tangent = torch.empty(0)
+        self._built = True
 
     @property
     def code(self) -> str:
@@ -199,6 +200,27 @@ class PlannedModule(nn.Module):
             raise AttributeError(name)
         return getattr(self.step.model, name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if "_built" not in self.__dict__ or name in self.__dict__ or hasattr(type(self), name):
+            super().__setattr__(name, value)
+        else:
+            setattr(self.step.model, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if name in self.__dict__:
+            super().__delattr__(name)
+        else:
+            delattr(self.step.model, name)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        self.step.model.register_parameter(name, param)
+
+    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
+        self.step.model.register_buffer(name, tensor, persistent)
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        self.step.model.add_module(name, module)
+
     def __reduce_ex__(self, protocol: object) -> Any:
         raise InputError(
             "a planned module is tied to its model and can be neither copied nor pickled; copy the model and plan for the copy, "
@@ -237,8 +259,10 @@ class PlannedModule(nn.Module):
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
         return self.step.model.named_children()
 
-    def named_modules(self, *args: Any, **kwargs: Any) -> Any:
-        return self.step.model.named_modules(*args, **kwargs)
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        """This module, then the parts of the model."""
+        for name, part in self.step.model.named_modules(*args, **kwargs):
+            yield name, self if part is self.step.model else part
 
 
 class _Train(torch.autograd.Function):

@@ -516,7 +516,7 @@ def test_everything_else_is_the_models_own(mlp: Case) -> None:
     assert [n for n, _ in module.named_parameters()] == [n for n, _ in model.named_parameters()]
     assert all(a is b for a, b in zip(module.parameters(), model.parameters(), strict=True))
     assert [n for n, _ in module.named_buffers()] == [n for n, _ in model.named_buffers()]
-    assert list(module.modules()) == list(model.modules())
+    assert list(module.modules()) == [module, *list(model.modules())[1:]]
     assert list(module.children()) == list(model.children())
     assert module.get_parameter("head.weight") is model.head.weight
     assert module.head is model.head
@@ -528,10 +528,38 @@ def test_everything_else_is_the_models_own(mlp: Case) -> None:
     module.apply(lambda part: setattr(part, "visited", True))
     assert model.visited
     assert module.to(torch.float32) is module
+    module.note = "kept by the model"
+    assert model.note == "kept by the model"
+    del module.note
+    assert not hasattr(model, "note")
     for take in (copy.copy, copy.deepcopy, pickle.dumps):
         with pytest.raises(InputError, match="can be neither copied nor pickled"):
             take(module)
     assert module(*mlp.inputs).isfinite()
+
+
+def test_what_is_added_to_a_module_is_the_models_and_no_part_of_the_plan() -> None:
+    model, inputs, _ = _mlp()
+    step = capture(model, inputs)
+    module = PlannedModule(step, keep_all(step.graph), PLENTY)
+    names = list(model.state_dict())
+    module.register_buffer("more", torch.zeros(2))
+    module.register_parameter("bias", nn.Parameter(torch.zeros(2)))
+    assert [n for n in module.state_dict() if n not in names] == ["bias", "more"]
+    assert module(*inputs).isfinite()  # no forward reads them
+    forward = module.forward
+    module.forward = lambda *inputs: forward(*inputs) * 2  # as training libraries wrap it
+    assert "forward" not in vars(model)
+    del module.forward
+    module.extra = nn.Linear(2, 2)
+    assert "extra.weight" in dict(module.named_parameters())
+    assert module.extra in module.modules()
+    with pytest.raises(InputError, match="the modules in the model are others"):
+        module(*inputs)
+    del module.extra
+    module.add_module("head", nn.Linear(16, 5))
+    with pytest.raises(InputError, match="the modules in the model are others"):
+        module(*inputs)
 
 
 def test_evaluation_runs_the_plain_model() -> None:
