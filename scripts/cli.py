@@ -442,16 +442,18 @@ def _sweep(arguments: argparse.Namespace) -> int:
         if not interrupted and [*others, *settled] != found:
             file.replace([*others, *settled])
         file.close()
-    asked = {cell.key for cell in cells}
-    rows = [row for row in settled if sweep.key_of(row) in asked]
-    rows.sort(key=lambda row: (list(graphs).index(row["fingerprint"]), -row["budget_bytes"]))
+    by_key = {sweep.key_of(row): row for row in settled}
+    places = {fingerprint: place for place, fingerprint in enumerate(graphs)}
+    cells.sort(key=lambda cell: (places[cell.fingerprint], -cell.budget_bytes))  # methods stay in the order asked for
+    rows = [by_key[cell.key] for cell in cells if cell.key in by_key]
     if arguments.plot and rows:
         draw_sweep(rows, arguments.plot)
     if arguments.json:
         write_rows(arguments.json, rows)
     if arguments.json != "-":
         for graph in graphs.values():
-            _print_sweep(graph, [row for row in rows if row["fingerprint"] == graph.fingerprint()])
+            if of_graph := [row for row in rows if row["fingerprint"] == graph.fingerprint()]:
+                _print_sweep(graph, of_graph)
         for what, path in (("rows", arguments.out), ("rows", arguments.json), ("picture", arguments.plot)):
             if path:
                 print(f"{what} written to {path}")
@@ -468,11 +470,11 @@ def _sweep(arguments: argparse.Namespace) -> int:
 
 def _print_sweep(graph: Graph, rows: Sequence[dict[str, Any]]) -> None:
     """Overhead by budget (down) and method (across), with what is proved."""
-    from .sweep import ONLINE, proved
+    from .sweep import proved
 
     title = f"{escape(graph.name)}: {len(graph.ops)} ops, keep-all {graph.keep_all_time_ns / 1e6:.3f} ms; overhead"
-    table = Table(title=title, title_justify="left", header_style="bold", box=None)
-    methods = list(dict.fromkeys(row["method"] for row in sorted(rows, key=lambda row: row["method"].startswith(ONLINE))))
+    table = Table(header_style="bold", box=None)
+    methods = list(dict.fromkeys(row["method"] for row in rows))
     for column in ("budget", "proved", *methods):
         table.add_column(column, justify="right", no_wrap=True)
     ground = proved(rows).get(graph.fingerprint(), {})
@@ -490,7 +492,9 @@ def _print_sweep(graph: Graph, rows: Sequence[dict[str, Any]]) -> None:
             how = str(row["notes"].get("status", row["status"]))  # an online run says how it ended
             cells.append(how.lower().replace("_", " ") if row["overhead"] is None else f"{row['overhead']:.2%}")
         table.add_row(*cells)
-    _console().print(table)
+    console = _console()
+    console.print(title, style="italic", highlight=False, soft_wrap=True)
+    console.print(table)
 
 
 def _workloads(arguments: argparse.Namespace) -> int:

@@ -31,8 +31,11 @@ MARKERS = "os^Dvx+"
 HIGHEST = 200  # overhead in per cent, of a sweep's figure: what takes three times as long is no alternative
 
 
-def draw_overhead(axes: Axes, rows: Sequence[dict[str, Any]]) -> None:
-    """Overhead (%) against budget (share of the keep-all peak), one line a method, from result rows of one graph."""
+def draw_overhead(axes: Axes, rows: Sequence[dict[str, Any]], methods: Sequence[str] = ()) -> None:
+    """Overhead (%) against budget (share of the keep-all peak), one line a method, from result rows of one graph.
+
+    methods  fixes the colours, where several figures are to have the same (default: by order in the rows)
+    """
     lines: dict[str, list[tuple[float, float]]] = defaultdict(list)
     bounds: dict[float, float] = {}
     for row in sorted(rows, key=lambda row: row["budget_bytes"]):
@@ -54,7 +57,9 @@ def draw_overhead(axes: Axes, rows: Sequence[dict[str, Any]]) -> None:
         axes.axvspan(left, max(refused), color="0.7", linewidth=0, label="proved: no schedule fits")
     lines.pop("keep_all", None)
     axes.plot([1.0], [0.0], "k*", markersize=9, label="keep everything", clip_on=False, zorder=5)
-    for number, (method, points) in enumerate(lines.items()):
+    order = list(methods or lines)
+    for method, points in sorted(lines.items(), key=lambda line: order.index(line[0])):
+        number = order.index(method)
         style = {"color": COLOURS[number % len(COLOURS)], "marker": MARKERS[number % len(MARKERS)], "markersize": 5}
         label = method.removeprefix("online:") + (" (online)" if method.startswith("online:") else "")
         whole = [] if any(share == 1 for share, _ in points) else [(1.0, 0.0)]
@@ -110,16 +115,22 @@ def draw_sweep(rows: Sequence[dict[str, Any]], path: str) -> None:
     panels: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for row in rows:
         panels[row["fingerprint"]].append(row)
+    methods = sorted({row["method"] for row in rows} - {"keep_all"})
     across = min(3, len(panels))
     down = -(-len(panels) // across)
-    figure, grid = plt.subplots(down, across, figsize=(6 * across, 4.5 * down), squeeze=False)
+    figure, grid = plt.subplots(down, across, figsize=(6 * across, 4 * down + 0.5), squeeze=False, layout="constrained")
     for axes in grid.flat[len(panels) :]:
         axes.remove()
+    names: dict[str, Any] = {}
     for axes, of_graph in zip(grid.flat, panels.values(), strict=False):
-        draw_overhead(axes, of_graph)
+        draw_overhead(axes, of_graph, methods)
         axes.set_title(of_graph[0]["graph"])
         if axes.get_ylim()[1] > HIGHEST:
             axes.set_ylim(top=HIGHEST)
+        axes.get_legend().remove()
+        handles, labels = axes.get_legend_handles_labels()
+        names |= dict(zip(labels, handles, strict=True))
+    figure.legend(list(names.values()), list(names), loc="outside lower center", ncols=min(4, len(names)), frameon=False)
     save(figure, path)
 
 

@@ -37,6 +37,7 @@ ONLINE = "online:"
 FAILED = "FAILED"  # the cell ended in an error of ours, or its process did
 REFUSED = "REFUSED"  # the method or rule cannot be used for this graph
 MOST_BUDGETS = 10_000
+GRACE_S = 2.0  # for a process to end by itself when the work is left
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
 
 Row = dict[str, Any]
@@ -234,8 +235,12 @@ def work(graphs: Mapping[str, Graph], cells: Sequence[Cell], jobs: int) -> Gener
                 del busy[line]
                 yield cell, row
     finally:
-        for process, line in [*idle, *((process, line) for line, (process, _, _) in busy.items())]:
+        left = [*idle, *((process, line) for line, (process, _, _) in busy.items())]
+        for process, line in left:
             line.close()
+            process.terminate()
+        for process, _ in left:
+            process.join(GRACE_S)
             _kill(process)
 
 
@@ -262,16 +267,19 @@ def _started(graphs: Mapping[str, Graph]) -> tuple[SpawnProcess, Connection]:
 
 def _serve(line: Connection, graphs: dict[str, Graph]) -> None:
     """The life of a process: a cell comes, its row goes, until the line is closed."""
-    os.setpgid(0, 0)  # solvers may start programs of their own; ``_kill`` ends them too
+    os.setpgid(0, 0)  # ``_kill`` ends whatever it has started
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # methods put their house in order when they are interrupted
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)  # what solvers print
-    with suppress(EOFError, OSError):
+    with suppress(EOFError, OSError, KeyboardInterrupt):
         while True:
             cell = line.recv()
             line.send(row_of(graphs[cell.fingerprint], cell))
+    os._exit(0)  # without waiting for a solver that was interrupted
 
 
 def _kill(process: SpawnProcess) -> None:
+    """End a process that is still there, and those of its group."""
     with suppress(ProcessLookupError, PermissionError):
         if process.pid is not None and process.exitcode is None and os.getpgid(process.pid) == process.pid:
             os.killpg(process.pid, signal.SIGKILL)

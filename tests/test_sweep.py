@@ -164,7 +164,7 @@ def test_processes_make_the_same_rows_as_one(chain: Graph) -> None:
 
 
 class Deadly:
-    """Ends the process that receives it."""
+    """Does something to the process that receives it."""
 
     def __init__(self, how: Any, *arguments: object) -> None:
         self.how = how, arguments
@@ -185,6 +185,27 @@ def test_a_process_that_dies_fails_its_cell_alone(chain: Graph) -> None:
     assert [(rows[b]["status"], rows[b]["reason"]) for b in (501, 502)] == [
         ("FAILED", "its process ended with exit code 3"), ("FAILED", "its process ended with SIGKILL"),
     ]  # fmt: skip
+
+
+def at_work(path: str) -> None:
+    """What a method does: it works for long, and puts its house in order when it is interrupted."""
+    Path(path).write_text("at work")
+    try:
+        time.sleep(100)
+    except KeyboardInterrupt:
+        Path(path).write_text("left in order")
+
+
+def test_methods_can_put_their_house_in_order(chain: Graph, tmp_path: Path) -> None:
+    path = tmp_path / "house"
+    slow = Cell(chain.fingerprint(), "cutting_stages", 500, 0, {"gap": Deadly(at_work, str(path))})
+    rows = work({chain.fingerprint(): chain}, [slow, *cells(chain, [500], "online:lru")], 2)
+    assert next(rows)[0].method == "online:lru"
+    while not path.exists():
+        time.sleep(0.01)
+    began = time.monotonic()
+    rows.close()
+    assert path.read_text() == "left in order" and time.monotonic() - began < sweep.GRACE_S
 
 
 def test_leaving_early_leaves_no_process(chain: Graph) -> None:
