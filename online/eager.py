@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from graphs.costs import DEVICES, DeviceDescription
-from graphs.errors import BudgetExceeded, InputError
+from graphs.errors import BudgetExceeded, InputError, NoScheduleFound
 from graphs.ir import Graph, Op, Value
 from graphs.torch_private import (
     REPLACES_IN_PLACE,
@@ -39,7 +39,7 @@ from graphs.torch_private import (
     tree_map_only,
     without_autocast,
 )
-from online.engine import Counters, Engine, OutOfMemory, Release
+from online.engine import Counters, Engine, OutOfMemory, Release, Thrashed
 from online.runtime import Failure, Run, RunStatus, rule
 from planner.budget import resolve_budget
 from planner.draws import generator_state, repeat_draw
@@ -57,6 +57,7 @@ def budget(
     heuristic: str = "dtr_eq",
     holding: Holding = (),
     costs: str | None = None,
+    thrash_limit: float = 10.0,
     seed: int = 0,
 ) -> EagerRun:
     """Run the block under a byte budget: ``with budget("6GiB") as run: loss = model(x); loss.backward()``.
@@ -69,10 +70,12 @@ def budget(
                of these
     costs      "measured": an op costs what its first run takes by the clock (the default on the CPU); "modelled": what the
                roofline of ``graphs.costs`` says, the same in every run (the default on CUDA, where a clock would have to wait)
+    thrash_limit  stop when all runs of ops take this many times what their first runs took until then
     seed       of the random heuristic
 
     Raises BudgetExceeded before an op runs that would not fit, or at the end of the block where what it leaves alive does not
-    fit together; InputError for what cannot be used. Everything alive at the end of the block is in memory afterwards.
+    fit together; NoScheduleFound at the thrash limit; InputError for what cannot be used. Everything alive at the end of the
+    block is in memory afterwards; after an error, whatever the budget.
     """
     heuristic, *extras = heuristic.split("+")
     if extras not in ([], ["reclaim"]):
@@ -82,18 +85,23 @@ def budget(
         raise InputError(f"budget {budget!r}: give bytes (6442450944 or '6GiB'); what a share is of is not known beforehand")
     if costs not in (None, "measured", "modelled"):
         raise InputError(f"costs must be 'measured' or 'modelled', not {costs!r}")
+    if not thrash_limit >= 1:
+        raise InputError(f"thrash_limit must be at least 1 (no recomputation at all), not {thrash_limit!r}")
     budget_bytes = None if budget is None else resolve_budget(budget, 0)
     engine = _Engine(budget_bytes, evict, seed=seed, reclaim=bool(extras))
+    engine.thrash_limit = thrash_limit
     return EagerRun(engine, budget_bytes, heuristic, seed, holding, costs)
 
 
 class _Engine(Engine):
     """The engine, with the few steps it needs where the program is not known beforehand.
 
-    kept  storages that stay in memory until the program drops them
+    kept          storages that stay in memory until the program drops them
+    thrash_limit  stop when all runs take this many times what the first runs took until then
     """
 
     kept: set[int]
+    thrash_limit: float
 
     def bring(self, tensor: int) -> None:
         """Have a tensor in memory now. Raises OutOfMemory."""
@@ -123,6 +131,8 @@ class _Engine(Engine):
     def took(self, op: int, time_ns: int) -> None:
         """The time of an op that is running for the first time."""
         self._time_ns[op] = time_ns
+        first_ns = self.clock - 1 - self._counters.recomputed_ns + time_ns
+        self.limit_ns = (self.thrash_limit - 1) * first_ns
 
     def first_output(self, op: int) -> int:
         """Its first tensor; the others follow."""
@@ -255,12 +265,18 @@ def _new_storages(result: Any, old: Any) -> list[UntypedStorage]:
     found: dict[int, UntypedStorage] = {}
     for tensor in (result,) if isinstance(result, Tensor) else result if isinstance(result, tuple | list) else ():
         if isinstance(tensor, Tensor):
+            _check_layout(tensor)
             storage = tensor.untyped_storage()
             if storage._cdata not in old:
                 found[storage._cdata] = storage
         elif isinstance(tensor, tuple | list):
             found.update((storage._cdata, storage) for storage in _new_storages(tensor, old))
     return list(found.values())
+
+
+def _check_layout(tensor: Tensor) -> None:
+    if tensor.layout is not torch.strided:
+        raise InputError(f"a {tensor.layout} tensor turned up in a block under a budget; only strided ones can be counted")
 
 
 class _Surprise(Exception):
@@ -399,6 +415,9 @@ def _described(device: torch.device) -> DeviceDescription:
     return max(fitting, key=lambda each: len(each.words), default=DEVICES["t4"])
 
 
+_Entry = tuple[str, str, tuple[int, ...], bool, bool, bool]  # name, kind, inputs; random, acts on the world, in the backward
+
+
 class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
     """The block of ``with budget(...) as run``, and its record.
 
@@ -426,7 +445,7 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
         self._unread: list[int] = []  # contents nobody needs any more
         self._content_of: list[weakref.ref[_Content] | None] = []  # of each storage of the engine
         self._recipe_of: list[weakref.ref[_Recipe] | None] = []  # of each op of the engine
-        self._log: dict[int, tuple[str, str, tuple[int, ...], tuple[int, ...], bool, bool, bool]] = {}
+        self._log: list[tuple[_Entry, tuple[int, ...]]] = []  # of each op of the engine, with its outputs
         self._resident: list[int] = []
         self._running: tuple[int, Any, Any, Any, tuple[int, ...], _Key] | None = None
         self._result: Any = None
@@ -436,6 +455,7 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
         self._schedule: Schedule = ()
         self._trace: Trace | None = None
         self._failure: Failure | None = None
+        self._thrashed = False
         engine.kept = set()
         engine.driver = self
 
@@ -503,7 +523,10 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
         trace, graph = self._trace, self.graph
         assert trace is not None
         limit = trace.peak_bytes if self.budget_bytes is None else self.budget_bytes
-        completed = self._failure is None
+        status = RunStatus.COMPLETED
+        if self._failure is not None or self._thrashed:
+            status = RunStatus.THRASHED if self._thrashed else RunStatus.OUT_OF_MEMORY
+        completed = status is RunStatus.COMPLETED
         return Run(
             graph,
             limit,
@@ -511,7 +534,7 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
             Release.EAGER,
             self._engine.reclaim,
             self.seed,
-            RunStatus.COMPLETED if completed else RunStatus.OUT_OF_MEMORY,
+            status,
             self._schedule,
             trace.time_ns if completed else None,
             trace.peak_bytes if completed else None,
@@ -588,9 +611,11 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
             if first is not None and kind.name in _BOUNDS:
                 sizes = (_BOUNDS[kind.name](first),)
         before = tuple(content.size_bytes for content in written)
+        copies_bytes = sum(content.size_bytes for content in scratch)
         surprise: _Surprise | None = None
+        entry = kind.name, str(func), tuple(c.number for c in inputs), kind.random, recipe is None, in_backward()
         if sizes is not None:
-            op, outs = self._declare(kind.name, reads, before + sizes)
+            op, outs = self._declare(entry, reads, before + sizes, copies_bytes)
             self._running = op, func, args, kwargs, sizes, key
             try:
                 self._engine_call(op, kind.name)
@@ -607,8 +632,7 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
             self._result = surprise.result
             self._made = _new_storages(surprise.result, self._contents)
             sizes = tuple(map(_counted_bytes, self._made))
-            op, outs = self._declare(kind.name, reads, before + sizes)
-            self._running = None
+            op, outs = self._declare(entry, reads, before + sizes, copies_bytes)
             self._engine_call(op, kind.name)
         assert sizes is not None
         _remember(key, sizes)
@@ -619,8 +643,6 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
             self._recipe_of[op] = reader
             for content in inputs:
                 content.readers.append(reader)
-        numbers = tuple(c.number for c in inputs)
-        self._log[op] = (kind.name, str(func), numbers, outs, kind.random, recipe is None, in_backward())
         return result
 
     def _look(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -629,10 +651,10 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
         if len(tensors) == 1:
             content = self._content(tensors[0])
             if content.tensor >= 0:
-                self._guarded(func.name(), self._engine.bring, content.tensor)
+                self._guarded(_kind(func).name, self._engine.bring, content.tensor)
             return func(*args, **kwargs)
         held = [content.tensor for content in map(self._content, tensors) if content.tensor >= 0]
-        with self._held(func.name(), held):
+        with self._held(_kind(func).name, held):
             return func(*args, **kwargs)
 
     @contextlib.contextmanager
@@ -663,8 +685,7 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
 
     def _content(self, tensor: Tensor) -> _Content:
         """What the storage of a tensor holds now; a storage not seen before was made outside the block."""
-        if tensor.layout is not torch.strided:
-            raise InputError(f"a {tensor.layout} tensor turned up in a block under a budget; only strided ones can be counted")
+        _check_layout(tensor)
         content = self._contents.get(tensor.untyped_storage()._cdata)
         return self._meet(tensor) if content is None else content
 
@@ -677,14 +698,18 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
                 found[self._content(tensor)] = None
         return list(found)
 
-    def _declare(self, name: str, reads: list[int], sizes: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
+    def _declare(
+        self, entry: _Entry, reads: list[int], sizes: tuple[int, ...], workspace_bytes: int = 0
+    ) -> tuple[int, tuple[int, ...]]:
         """A new op and its storages, in the engine."""
         engine = self._engine
         outs = tuple([engine.add_storage(size) for size in sizes])
         self._content_of.extend([None] * len(outs))
-        spare = 0 if REPLACES_IN_PLACE else max(sizes, default=0)
-        op, _ = engine.add_op(reads, outs, 0, spare)
+        if not REPLACES_IN_PLACE:
+            workspace_bytes += max(sizes, default=0)
+        op, _ = engine.add_op(reads, outs, 0, workspace_bytes)
         self._recipe_of.append(None)
+        self._log.append((entry, outs))
         return op, outs
 
     def _engine_call(self, op: int, name: str) -> None:
@@ -706,7 +731,15 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
                 held.append((self._name_of(s) if live is not None else "dropped", self._engine.size_bytes[s]))
             failure = Failure(name, asked, tuple(sorted(held, key=lambda entry: -entry[1])))
             assert self.budget_bytes is not None
+            self._failure = failure
             raise BudgetExceeded(name, asked, self.budget_bytes, str(failure)) from None
+        except Thrashed:
+            self._engine.let_go_of_all()
+            self._thrashed = True
+            raise NoScheduleFound(
+                f"recomputation for {name} makes the block take more than {self._engine.thrash_limit:g} times as long as without a "
+                f"budget of {self.budget_bytes:,} bytes; give it more memory, a higher thrash_limit or another heuristic"
+            ) from None
         except BaseException:
             self._engine.let_go_of_all()
             raise
@@ -720,13 +753,13 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
         """After an op ran: its outputs are where the program has them."""
         engine = self._engine
         first = self._engine.first_output(op) if outs else -1
+        resized = False
         for at, (old, s) in enumerate(zip(written, outs, strict=False)):
             new = _Content(s, first + at, old.size_bytes, recipe, self._unread)
             assert old.at is not None
             storage = old.at()
             assert storage is not None
-            if _counted_bytes(storage) != old.size_bytes:
-                raise InputError(f"an operator changed the size of a tensor it was to write to; give out= one of the right size")
+            resized = resized or _counted_bytes(storage) != old.size_bytes
             self._attach(new, storage)
             old.at = None
             engine.drop(old.number)
@@ -737,6 +770,8 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
             self._note(new, recipe)
             if recipe is None or not storage.resizable():
                 self._keep(new, "")
+        if resized:
+            raise InputError("an operator changed the size of a tensor it was to write to; give out= one of the right size")
 
     def _note(self, content: _Content, recipe: _Recipe | None) -> None:
         known = weakref.ref(content)
@@ -785,16 +820,22 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
                 assert self.budget_bytes is not None
                 raise BudgetExceeded("what is there from the start", engine.used_bytes, self.budget_bytes)
         else:
-            op, outs = self._declare("input", [], (size,))
-            self._running = None
+            op, outs = self._declare(("input", "input", (), False, True, in_backward()), [], (size,))
             self._engine_call(op, "an input")
             content = _Content(outs[0], engine.first_output(op), size, None, self._unread)
-            self._log[op] = ("input", "input", (), outs, False, True, in_backward())
             engine.hold(content.tensor)
             engine.kept.add(content.number)
         self._note(content, None)
         self._attach(content, storage)
+        if tensor.is_leaf and tensor.requires_grad:
+            handle = tensor.register_post_accumulate_grad_hook(self._keep_gradient)
+            self._interposed.callback(handle.remove)
         return content
+
+    def _keep_gradient(self, leaf: Tensor) -> None:
+        """A gradient has reached its parameter. It is to be there at the end, and what it came from is about to go."""
+        if leaf.grad is not None and leaf.grad.layout is torch.strided:
+            self._keep(self._content(leaf.grad), "a gradient")
 
     def _meet_module(self, module: nn.Module, inputs: Any) -> None:
         """At the first call of a module: all it holds is in memory from now on at the latest."""
@@ -887,50 +928,45 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
         """Bring back all that is alive, and write the run down."""
         engine = self._engine
         self._bury()
-        problem: BudgetExceeded | None = None
+        problem: BudgetExceeded | NoScheduleFound | None = None
         alive = [c for c in self._contents.values() if c.tensor >= 0]
+        if failed:
+            engine.budget_bytes = engine.limit_ns = float("inf")
         for content in alive:
             try:
                 self._keep(content, "what the block leaves alive")
-            except BudgetExceeded as error:  # outside of the block nothing limits it, and nothing must stay empty
+            except (BudgetExceeded, NoScheduleFound) as error:  # no tensor must stay empty: nothing looks after it any more
                 problem = error
-                engine.budget_bytes = float("inf")
+                engine.budget_bytes = engine.limit_ns = float("inf")
                 self._keep(content, "what the block leaves alive")
-        if problem is not None:
-            self._failure = Failure(problem.op, problem.asked_bytes, ())
         self._write_down([c.number for c in alive])
         self._contents.clear()
         self._seen_modules.clear()
         self._bury()
-        if problem is not None and not failed:
+        if problem is not None:
             raise problem
 
     def _write_down(self, alive: list[int]) -> None:
         """Graph and schedule, with storages and ops numbered without gaps."""
         engine = self._engine
-        numbers = {s: v for v, s in enumerate([*self._resident, *(s for entry in self._log.values() for s in entry[3])])}
-        ops = {op: i for i, op in enumerate(self._log)}
-        made = {s: f"{entry[0]}_{ops[op]}" for op, entry in self._log.items() for s in entry[3]}
-        values = tuple(Value(made.get(s, f"resident_{s}"), engine.size_bytes[s]) for s in numbers)
+        ran = {step for step in engine.steps if step >= 0}
+        log = [(op, *entry) for op, entry in enumerate(self._log) if op in ran]
+        made = [s for _, _, outs in log for s in outs]
+        numbers = {s: v for v, s in enumerate([*self._resident, *made])}
+        ops = {op: i for i, (op, _, _) in enumerate(log)}
+        values = [Value(f"resident_{v}", engine.size_bytes[s]) for v, s in enumerate(self._resident)]
         listed = []
-        for op, (name, kind, inputs, outputs, random, acts, backward) in self._log.items():
+        for op, (name, kind, inputs, random, acts, backward), outs in log:
             time_ns, workspace_bytes = engine.cost(op)
+            name = f"{name.removeprefix('aten.')}_{ops[op]}"
+            values += [Value(name, engine.size_bytes[s]) for s in outs]
+            reads, makes = tuple(map(numbers.__getitem__, inputs)), tuple(map(numbers.__getitem__, outs))
             listed.append(
-                Op(
-                    f"{name}_{ops[op]}",
-                    tuple(numbers[s] for s in inputs),
-                    tuple(numbers[s] for s in outputs),
-                    time_ns,
-                    workspace_bytes,
-                    kind=kind,
-                    random=random,
-                    effect=acts,
-                    backward=backward,
-                )
+                Op(name, reads, makes, time_ns, workspace_bytes, kind=kind, random=random, effect=acts, backward=backward)
             )
         resident = frozenset(numbers[s] for s in self._resident)
         outputs = frozenset(numbers[s] for s in alive) - resident
-        self._graph = Graph("eager", tuple(listed), values, resident, outputs)
+        self._graph = Graph("eager", tuple(listed), tuple(values), resident, outputs)
         steps = (Compute(ops[step]) if step >= 0 else Free(numbers[-1 - step]) for step in engine.steps)
         self._schedule = tuple(steps)
         self._trace = simulate(self._graph, self._schedule)
