@@ -36,7 +36,8 @@ PULP_NAMES = {
 CBC = ("cbc", "PULP_CBC_CMD", "COIN_CMD")
 MATH_OPT = {"highs": "SOLVER_TYPE_HIGHS", "scip": "SOLVER_TYPE_GSCIP"}
 DEFAULT_GAP = 1e-4  # relative, of a solver that cannot be told another
-GRACE_S, GRACE_SHARE = 0.3, 0.03  # how much longer than its limit a solver may take before it is told to stop
+GRACE_S, GRACE_SHARE = 0.15, 0.03  # how much longer than its limit a solver may take before it is told to stop
+STOP_S = 0.3  # how long it then has to end
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,23 +95,24 @@ def minimise(
     threading.Thread(target=work, name=solver, daemon=True).start()
     stopped = None
     try:
-        if not done.wait((1 + GRACE_SHARE) * time_limit_s + GRACE_S):
-            stopped = "time limit"
-    except KeyboardInterrupt:
-        stopped = "interrupted"
-    try:
+        try:
+            if not done.wait((1 + GRACE_SHARE) * time_limit_s + GRACE_S):
+                stopped = "time limit"
+        except KeyboardInterrupt:
+            stopped = "interrupted"
         if stopped:
             run.stop()
-            done.wait(0.5)
+            done.wait(STOP_S)
+        if errors:
+            raise errors[0]
+        if answers:
+            answer = answers[0]
+            return replace(answer, stopped=stopped) if stopped and answer.stopped else answer
+        return replace(run.so_far(), stopped=stopped)
     finally:
-        run.kill()
+        run.close()
         if done.is_set():
             _running.remove(done)
-    if stopped and not answers:
-        return replace(run.so_far(), stopped=stopped)
-    if errors:
-        raise errors[0]
-    return replace(answers[0], stopped=stopped) if stopped and answers[0].stopped else answers[0]
 
 
 _running: list[threading.Event] = []  # solves that went on after their caller had left; each is set at its end
@@ -124,12 +126,12 @@ def _wait() -> None:
 
 
 class _Run(Protocol):
-    """One solve. ``stop`` asks it to end soon, ``kill`` ends what can be ended; ``so_far`` is what it had then."""
+    """One solve. ``stop`` asks it to end soon, ``so_far`` is what it has; ``close`` ends what can be ended and cleans up."""
 
     def solve(self) -> Answer: ...
     def stop(self) -> None: ...
-    def kill(self) -> None: ...
     def so_far(self) -> Answer: ...
+    def close(self) -> None: ...
 
 
 def check_solver(solver: str) -> None:
@@ -170,7 +172,7 @@ class _Cbc:
 
     def __init__(self, milp: Milp, time_limit_s: float, gap: float, start: Sequence[float] | None, seed: int) -> None:
         self._milp, self._time_limit_s, self._gap, self._start, self._seed = milp, time_limit_s, gap, start, seed
-        self._folder = tempfile.TemporaryDirectory(prefix="cbc-")
+        self._folder = tempfile.TemporaryDirectory(prefix="cbc-", ignore_cleanup_errors=True)
         self._process: subprocess.Popen[bytes] | None = None
         self._path = _cbc_path()
 
@@ -200,9 +202,11 @@ class _Cbc:
         if self._process is not None and self._process.poll() is None:
             self._process.send_signal(signal.SIGINT)
 
-    def kill(self) -> None:
+    def close(self) -> None:
         if self._process is not None and self._process.poll() is None:
             self._process.kill()
+            self._process.wait()
+        self._folder.cleanup()
 
     def so_far(self) -> Answer:
         return Answer(Outcome.STOPPED, bound=cbc_bound(self._log()))
@@ -287,7 +291,7 @@ class _MathOpt:
         self._milp, self._kind, self._time_limit_s, self._gap, self._start, self._seed = (
             milp, kind, time_limit_s, gap, start, seed,
         )  # fmt: skip
-        self._folder = tempfile.TemporaryDirectory(prefix="highs-")
+        self._folder = tempfile.TemporaryDirectory(prefix="highs-", ignore_cleanup_errors=True)
         self._log: list[str] = []
 
     def solve(self) -> Answer:
@@ -361,8 +365,8 @@ class _MathOpt:
     def stop(self) -> None:
         """It ends at its own time limit."""
 
-    def kill(self) -> None:
-        """As ``stop``."""
+    def close(self) -> None:
+        self._folder.cleanup()
 
     def so_far(self) -> Answer:
         bound = logged_bound(self._log)
@@ -438,8 +442,8 @@ class _Pulp:
     def stop(self) -> None:
         """PuLP offers no way; the solver ends at its own time limit."""
 
-    def kill(self) -> None:
-        """As ``stop``."""
+    def close(self) -> None:
+        """Nothing of its own is left."""
 
     def so_far(self) -> Answer:
         return Answer(Outcome.STOPPED)

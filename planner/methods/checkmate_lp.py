@@ -72,6 +72,8 @@ def solve(
     search = _Search(graph, budget_bytes, began + time_limit_s, gap, seed, solver, rounding, draws, progress)
     try:
         _run(search, start, allowances)
+        if search.best is None and "infeasible" not in search.notes:
+            search.notes.setdefault("stopped", "no rounding fits")
     except OutOfTime:
         search.notes["stopped"] = "time limit"
     except KeyboardInterrupt:
@@ -96,7 +98,7 @@ def _run(search: _Search, start: Schedule | None, allowances: Sequence[float] | 
     if least_bytes(search.graph) > search.budget_bytes:
         search.notes["infeasible"] = "no schedule in any order fits: an op alone, or the outputs together, exceed the budget"
         return
-    if search.offer(keep_all(search.graph), "keep all"):
+    if search.offer(keep_all(search.graph), "keep all") is not None:
         return
     if start is not None:
         search.offer(start, "start")
@@ -135,7 +137,7 @@ class _Search:
     restricted_bound_ns: int | None = None
     tried: dict[float, int | None] = field(default_factory=dict)  # allowance -> least time of its roundings that fit
     too_much: float = 1.0  # the LP has no solution for this allowance
-    notes: dict[str, Any] = field(default_factory=dict)
+    notes: dict[str, Any] = field(default_factory=lambda: {"roundings": 0, "roundings_that_fit": 0})
 
     def attempt(self, allowance: float) -> bool:
         """Solve the LP with that share of the free bytes withheld and round it; False where it has no solution.
@@ -195,31 +197,29 @@ class _Search:
 
     def _try(self, model: CheckmateModel, held: Held, phase: str) -> int | None:
         """Phase 2: run what the checkpoints ask for; the time where that fits."""
+        self.notes["roundings"] += 1
         runs = walk(model, held)
         if runs is None:
             return None
-        schedule = with_frees(self.graph, runs)
-        trace = simulate(self.graph, schedule)
-        if trace.peak_bytes > self.budget_bytes:
-            return None
-        self.offer(schedule, phase)
-        return trace.time_ns
+        time_ns = self.offer(with_frees(self.graph, runs), phase)
+        self.notes["roundings_that_fit"] += time_ns is not None
+        return time_ns
 
     def closed(self) -> bool:
         """Proved within the gap (of the LP bound)."""
         bound = self.restricted_bound_ns or 0
         return self.time_ns is not None and self.time_ns - bound <= self.gap * self.time_ns
 
-    def offer(self, schedule: Schedule, phase: str) -> bool:
-        """Keep a schedule that fits and is the cheapest so far; whether it fits."""
+    def offer(self, schedule: Schedule, phase: str) -> int | None:
+        """Keep a schedule that fits and is the cheapest so far; its time where it fits."""
         trace = simulate(self.graph, schedule)
         if trace.peak_bytes > self.budget_bytes:
-            return False
+            return None
         if self.time_ns is None or trace.time_ns < self.time_ns:
             self.best, self.time_ns = schedule, trace.time_ns
             self.notes["found_by"] = phase
             self.report(phase)
-        return True
+        return trace.time_ns
 
     def report(self, phase: str) -> None:
         if self.progress is not None:
