@@ -57,7 +57,7 @@ def test_unusable_budgets_are_refused(ladder: Graph, budget: object) -> None:
 
 
 def test_unknown_method_and_option_name_the_known_ones(ladder: Graph) -> None:
-    with pytest.raises(InputError, match=r"unknown method 'best'; there are: cutting_stages, keep_all"):
+    with pytest.raises(InputError, match=r"unknown method 'best'; there are: .*cutting_stages, .*keep_all"):
         plan(ladder, 1.0, method="best")
     with pytest.raises(InputError, match=r"method keep_all has no option 'depth'; it has: gap"):
         plan(ladder, 1.0, method="keep_all", depth=3)
