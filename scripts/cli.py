@@ -492,7 +492,7 @@ def _print_sweep(graph: Graph, rows: Sequence[dict[str, Any]]) -> None:
             how = str(row["notes"].get("status", row["status"]))  # an online run says how it ended
             cells.append(how.lower().replace("_", " ") if row["overhead"] is None else f"{row['overhead']:.2%}")
         table.add_row(*cells)
-    console = _console()
+    console = _console(width=max(160, 16 * len(table.columns) + 16))
     console.print(title, style="italic", highlight=False, soft_wrap=True)
     console.print(table)
 
@@ -607,9 +607,9 @@ def _print_rows(graph: Graph, rows: Sequence[dict[str, Any]]) -> None:
     _console().print(table)
 
 
-def _console() -> Console:
+def _console(width: int = 160) -> Console:
     """Standard output; a table that goes to a file or a pipe is as wide as it needs to be."""
-    return Console(width=None if sys.stdout.isatty() else 160)
+    return Console(width=None if sys.stdout.isatty() else width)
 
 
 def _cell(number: Any, form: str | Callable[[Any], str]) -> str:

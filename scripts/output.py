@@ -49,7 +49,8 @@ def standard_output() -> Iterator[None]:
     before = sys.__stdout__
     before.flush()
     buffer = io.BufferedWriter(_Raw())
-    sys.stdout = io.TextIOWrapper(buffer, encoding=before.encoding, errors=before.errors, line_buffering=before.isatty())
+    # What the terminal's encoding does not have is written escaped, as on standard error.
+    sys.stdout = io.TextIOWrapper(buffer, before.encoding, "backslashreplace", line_buffering=before.isatty())
     try:
         yield
     finally:

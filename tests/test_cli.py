@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -150,7 +151,7 @@ def test_rows_on_a_pipe_are_not_mixed_with_what_solvers_print(tmp_path: Path) ->
 
 def test_the_command_is_installed() -> None:
     done = subprocess.run([BELADY, "--help"], capture_output=True, text=True, check=True, env={**os.environ, "COLUMNS": "120"})
-    for word in ("diff", "plan", "run", "workloads", "info", "examples:", "exit codes"):
+    for word in ("diff", "plan", "run", "sweep", "workloads", "info", "examples:", "exit codes"):
         assert word in done.stdout
 
 
@@ -242,6 +243,16 @@ def test_a_reader_that_has_gone_is_no_error(arguments: list[str], chain_file: st
     finally:
         os.close(writer)
     assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_names_that_standard_output_cannot_encode_are_escaped(tmp_path: Path) -> None:
+    path = tmp_path / "graph.json"
+    save_graph(replace(training_chain(2), name="\udce4 and \u00e4"), path)
+    for more in ([], ["--json", "-"]):
+        command = [BELADY, "plan", path, "--budget=1.0", *more]
+        environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+        assert (done.returncode, done.stderr) == (0, "") and r"\udce4 and " in done.stdout
 
 
 @pytest.mark.parametrize("ops", [0, 1])
