@@ -478,7 +478,7 @@ def row(first: Piece) -> Iterator[Piece]:
 
 
 def cheap_below(program: Program) -> float:
-    """Where Coop's partitioning cuts: the cost density, in ns per byte, that half of all bytes are below.
+    """Where Coop's partitioning cuts: the cost density, in ns per byte, that a quarter of all bytes are below.
 
     A storage's density is the time of the op that makes it / its bytes. The times are those of a profile, so this is known
     before the run; the order of calls does not enter.
@@ -491,9 +491,9 @@ def cheap_below(program: Program) -> float:
                 seen.add(s)
                 densities.append((call.time_ns / program.size_bytes[s], program.size_bytes[s]))
     densities.sort()
-    half = sum(size for _, size in densities) / 2
+    left = sum(size for _, size in densities) / 4
     for density, size in densities:
-        half -= size
-        if half < 0:
+        left -= size
+        if left < 0:
             return density
     return 0.0

@@ -6,13 +6,14 @@
 Captured steps at the sizes the workloads have by default, costs from the roofline. Every rule drops a released value again once
 the rebuild that needed it is done (``+reclaim``, which is Coop's eager release), so that eager release is not what differs. For
 every graph and rule: one row at each of SHARES, and one (``smallest``) at the least share of the keep-all peak, in steps of 2 %,
-at which the run completes. More memory may fail where less did, so the search scans all steps. Rules that are in the file already
-are not run again.
+at which the run completes: all steps are tried from below, as more memory may fail where less did. Rules that are in the file
+already are not run again.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -28,7 +29,7 @@ from .rows import append_row, read_rows
 
 WORKLOADS = ("resnet50", "unet", "gpt2", "lstm")
 SHARES = (0.9, 0.8, 0.7, 0.6, 0.5)
-STEPS = tuple(percent / 100 for percent in range(98, 9, -2))
+STEPS = tuple(percent / 100 for percent in range(10, 100, 2))
 RULES = {
     "DTR, bytes": "dtr",
     "DTR, caching allocator": "dtr+caching",
@@ -70,18 +71,15 @@ def row_of(done: Run, label: str, share: float, *, smallest: bool) -> dict[str, 
 def rows(graph: Graph, label: str) -> Iterator[dict[str, Any]]:
     """All rows of one graph and rule."""
     heuristic = RULES[label] + "+reclaim"
-    least: tuple[float, Run] | None = None
+    for share in SHARES:
+        with contextlib.suppress(InfeasibleBudget):
+            yield row_of(run(graph, share, heuristic=heuristic), label, share, smallest=False)
     for share in STEPS:
-        try:
+        with contextlib.suppress(InfeasibleBudget):
             done = run(graph, share, heuristic=heuristic)
-        except InfeasibleBudget:
-            break  # proved, for this budget and all below
-        if share in SHARES:
-            yield row_of(done, label, share, smallest=False)
-        if done.completed:
-            least = share, done
-    if least is not None:
-        yield row_of(least[1], label, least[0], smallest=True)
+            if done.completed:
+                yield row_of(done, label, share, smallest=True)
+                return
 
 
 def table(done: Sequence[dict[str, Any]]) -> str:

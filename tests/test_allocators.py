@@ -424,13 +424,21 @@ def test_writing_anew_scatters() -> None:
     assert full.rewritten([0, 1]) == {0: 0, 1: 20}  # no room for second copies
 
 
-def test_partitioning_cuts_at_half_the_bytes() -> None:
+def test_partitioning_cuts_at_a_quarter_of_the_bytes() -> None:
     ops = (Op("a", (), (0,), 10), Op("b", (0,), (1, 2), 6), Op("c", (1,), (3,), 40), Op("d", (), (4,), 9))
     values = (Value("", 100), Value("", 20), Value("", 60), Value("", 40), Value("", 0))
     # ns per byte: 0.1 for 100 bytes of 220, 0.1 for 60, 0.3 for 20, 1 for 40
     assert cheap_below(program_of(Graph("g", ops, values, frozenset(), frozenset({3})))) == 0.1
-    heavy = replace(values[3], size_bytes=200)  # 0.2 for 200 of 380
-    assert cheap_below(program_of(Graph("g", ops, (*values[:3], heavy, values[4]), frozenset(), frozenset({3})))) == 0.2
+    heavy = replace(values[3], size_bytes=460)  # 0.087 for 460 of 640
+    assert cheap_below(program_of(Graph("g", ops, (*values[:3], heavy, values[4]), frozenset(), frozenset({3})))) == 40 / 460
+    large = replace(values[1], size_bytes=500)  # 0.012 for 500 of 700
+    assert cheap_below(program_of(Graph("g", ops, (values[0], large, *values[2:]), frozenset(), frozenset({3})))) == 6 / 500
+    heavier = replace(values[3], size_bytes=20)  # 2 for 20, 0.3 for 500, 0.1 for 160: a quarter of the 680 bytes is 170
+    longer = replace(ops[1], time_ns=150)
+    costly = Graph(
+        "g", (ops[0], longer, *ops[2:]), (values[0], large, values[2], heavier, values[4]), frozenset(), frozenset({3})
+    )
+    assert cheap_below(program_of(costly)) == 0.3
     assert cheap_below(program_of(Graph("g", ops[:0], (), frozenset(), frozenset()))) == 0
 
 
