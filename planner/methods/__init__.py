@@ -10,6 +10,7 @@ from graphs.ir import Graph
 from planner.result import Plan
 
 METHODS = {
+    "annealing": "planner.methods.annealing",
     "checkmate": "planner.methods.checkmate",
     "checkmate_lp": "planner.methods.checkmate_lp",
     "chen_greedy": "planner.methods.chen_greedy",

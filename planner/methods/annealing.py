@@ -1,0 +1,164 @@
+"""FastSA: simulated annealing on sequences, which may also reorder ops; no proof, but seconds on any graph.
+
+Source: Imanishi, Xu, Takagi, Wang, Castillo, "A fast heuristic to optimize time-space tradeoff for large models" (NeurIPS 2023).
+The moves are in ``planner.annealing``. Left out: fusing cheap chains of ops before (the paper's node groups).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from graphs.errors import InputError
+from graphs.ir import Graph
+from planner.annealing import Annealer
+from planner.bounds import least_bytes
+from planner.result import Plan
+from planner.schedule import Schedule, computes, keep_all, with_frees
+from planner.simulate import simulate
+
+METHOD = "annealing"
+CHUNK = 500  # moves between two looks at the clock and the result
+# Rounds: share of the moves, and start temperature as a share of f times the number of ops. One op of n changes f by about 1/n.
+ROUNDS = ((0.5, 1.0), (0.25, 0.3), (0.25, 0.1))
+COLD = 1e-4  # end temperature, in the same unit
+HEAVIER = 4  # after a round that missed the budget, being over it weighs this many times as much
+
+
+def solve(
+    graph: Graph,
+    budget_bytes: int,
+    *,
+    moves: int = 2_000_000,
+    keep_order: bool = False,
+    gap: float = 0.001,
+    time_limit_s: float = 60.0,
+    seed: int = 0,
+    start: Schedule | None = None,
+    progress: Callable[..., None] | None = None,
+) -> Plan:
+    """The cheapest schedule that annealing meets; ``bound_ns`` is the keep-all time, so it is OPTIMAL only without re-runs.
+
+    moves         moves to try in all; what would take longer than the time limit cools faster, and is then not repeatable
+    keep_order    first executions stay in the order they begin in (that of the graph, or of ``start``)
+    gap           stop when (time - bound) / time is at most this
+    time_limit_s  stop after this long; Ctrl-C stops at once. Either way the best schedule so far is returned
+    start         a schedule to begin with instead of keeping everything
+    progress      called as ``progress(time_ns=..., bound_ns=..., phase=...)`` where a better schedule was found
+
+    Unless the time limit matters, the same arguments give the same plan. Raises InputError for a number of moves below 1.
+    """
+    if isinstance(moves, bool) or not isinstance(moves, int) or moves < 1:
+        raise InputError(f"moves must be an integer at least 1, not {moves!r}")
+    began = time.perf_counter()
+    search = _Search(graph, budget_bytes, gap, progress)
+    if least_bytes(graph) > budget_bytes:
+        search.notes["infeasible"] = "no schedule in any order fits: an op alone, or the outputs together, exceed the budget"
+    else:
+        try:
+            search.offer(keep_all(graph), "keep all")
+            search.offer(start, "start")
+            if not search.closed:
+                ops = range(len(graph.ops)) if start is None else list(computes(start))
+                _anneal(search, Annealer(graph, ops, budget_bytes, seed, keep_order=keep_order), moves, began, time_limit_s)
+        except KeyboardInterrupt:
+            search.notes["stopped"] = "interrupted"
+    return Plan.of(
+        graph,
+        budget_bytes,
+        search.best,
+        method=METHOD,
+        seed=seed,
+        wall_s=time.perf_counter() - began,
+        bound_ns=graph.keep_all_time_ns,
+        gap=gap,
+        infeasible="infeasible" in search.notes,
+        notes=search.notes,
+    )
+
+
+def _anneal(search: _Search, annealer: Annealer, moves: int, began: float, time_limit_s: float) -> None:
+    """Some rounds of annealing, each from the best schedule so far, each less hot."""
+    n = len(search.graph.ops)
+    tried = 0
+    for number, (share, hot) in enumerate(ROUNDS, start=1):
+        done = 0.0  # of this round
+        round_began = time.perf_counter()
+        round_s = share * time_limit_s
+        round_moves = max(CHUNK, int(share * moves))
+        before = 0
+        while done < 1:
+            heat = hot * (COLD / hot) ** done
+            before += CHUNK
+            clock = time.perf_counter()
+            done = max(before / round_moves, (clock - round_began) / round_s if round_s else 1.0)
+            annealer.anneal(CHUNK, heat / n, hot * (COLD / hot) ** min(1.0, done) / n)
+            tried += CHUNK
+            search.notes["moves"] = tried
+            search.take(annealer, f"round {number}")
+            if search.closed:
+                return
+            if time.perf_counter() - began >= time_limit_s:
+                search.notes["stopped"] = "time limit"
+                return
+        if annealer.peak_bytes > search.budget_bytes:
+            annealer.weight *= HEAVIER
+        if search.best is not None:
+            annealer.spread(list(computes(search.best)))
+    if search.best is None:
+        search.notes["stopped"] = "annealing found no schedule that fits"
+
+
+@dataclass
+class _Search:
+    """What is known so far."""
+
+    graph: Graph
+    budget_bytes: int
+    gap: float
+    progress: Callable[..., None] | None
+    best: Schedule | None = None
+    time_ns: int | None = None
+    notes: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def closed(self) -> bool:
+        return self.time_ns is not None and self.time_ns - self.graph.keep_all_time_ns <= self.gap * self.time_ns
+
+    def take(self, annealer: Annealer, phase: str) -> None:
+        """Offer the current sequence where it is news; note the least peak met."""
+        least = self.notes.get("smallest_peak_bytes", annealer.peak_bytes)
+        self.notes["smallest_peak_bytes"] = min(least, annealer.peak_bytes)
+        if annealer.peak_bytes <= self.budget_bytes and (self.time_ns is None or annealer.time_ns < self.time_ns):
+            self.offer(with_frees(self.graph, _useful(self.graph, annealer.sequence)), phase)
+
+    def offer(self, schedule: Schedule | None, phase: str) -> None:
+        """Keep a schedule that fits and is the cheapest so far."""
+        if schedule is None:
+            return
+        trace = simulate(self.graph, schedule)
+        if trace.peak_bytes <= self.budget_bytes and (self.time_ns is None or trace.time_ns < self.time_ns):
+            self.best, self.time_ns = schedule, trace.time_ns
+            self.notes["found_by"] = phase
+            if self.progress is not None:
+                self.progress(time_ns=trace.time_ns, bound_ns=self.graph.keep_all_time_ns, phase=phase)
+
+
+def _useful(graph: Graph, ops: Sequence[int]) -> list[int]:
+    """The sequence without repeats that nothing reads."""
+    first: set[int] = set()
+    again = []
+    for v in ops:
+        again.append(v in first)
+        first.add(v)
+    needed = set(graph.outputs)
+    kept = []
+    for v, repeat in zip(reversed(ops), reversed(again), strict=True):
+        op = graph.ops[v]
+        if not repeat or not needed.isdisjoint(op.outputs):
+            kept.append(v)
+            needed.difference_update(op.outputs)
+            needed.update(op.inputs)
+    return kept[::-1]
