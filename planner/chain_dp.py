@@ -31,7 +31,7 @@ import numpy as np
 
 from graphs.errors import InputError
 from planner.bounds import least_bytes
-from planner.chains import Chain, Stage, forward_count
+from planner.chains import Chain, Stage, held_throughout, left_for
 from planner.schedule import Schedule, keep_all, with_frees
 from planner.simulate import simulate
 
@@ -100,13 +100,11 @@ class ChainProgram:
     def __init__(self, chain: Chain, ways: Sequence[Sequence[Way]]) -> None:
         graph = chain.graph
         self.graph = graph
-        count = forward_count(graph)
-        # Outputs of the graph that the forward pass makes, and carried values, are held throughout: nothing to decide.
-        always = {v for i in range(count) for v in graph.ops[i].outputs if v in graph.outputs} | chain.carried
+        always = held_throughout(chain)
         self.fixed_bytes = graph.resident_bytes + sum(graph.values[v].size_bytes for v in always)
         self._free = always | graph.resident
         self._size = [0 if v in self._free else value.size_bytes for v, value in enumerate(graph.values)]
-        live = _live(chain)
+        live = left_for(chain)
         self._links = [
             self._link(stage, after, ways[at], live[at], live[at - 1] if at else live[-1], at == len(chain.stages) - 1)
             for at, (stage, after) in enumerate(
@@ -256,8 +254,6 @@ class Tables:
         self._units = units
         count = len(links)
         shape = (2, count, count, max(0, units + 1))  # loose (0 or 1), i, j, m
-        if math.prod(shape) > LARGEST:
-            raise InputError(f"a chain of {count} stages needs too large a table with {units:,} memory units; take fewer slots")
         self._times = np.full(shape, np.inf)
         if units >= 0:
             for i in range(count - 1, -1, -1):
@@ -382,73 +378,49 @@ class _Ops:
 _Part = _Ops | tuple[int, int, int, int]  # ops to put out, or a state (loose, i, j, m)
 
 
-def _live(chain: Chain) -> list[frozenset[int]]:
-    """For each stage, what later stages leave for it and for earlier ones: made by their backward ops, or saved by their
-    forward ops and still wanted. One entry more at the end: what is left in the end, outputs of the graph.
-    """
-    graph = chain.graph
-    count = forward_count(graph)
-    made_at: dict[int, int] = {}
-    home: dict[int, int] = {}
-    for at, stage in enumerate(chain.stages):
-        made_at.update((v, at) for i in stage.backward for v in graph.ops[i].outputs)
-        home.update((v, at) for i in stage.forward for v in graph.ops[i].outputs)
-    last_at: dict[int, int] = {}  # the last stage to run backward that wants the value; -1: the end
-    for at, stage in enumerate(chain.stages):
-        for i in stage.backward:
-            for v in graph.ops[i].inputs:
-                last_at[v] = min(at, last_at.get(v, at))
-    for v in graph.outputs:
-        if graph.producer[v] >= count:
-            last_at[v] = -1
-    live: list[set[int]] = [set() for _ in range(len(chain.stages) + 1)]
-    for v, end in last_at.items():
-        begin = made_at.get(v, home.get(v))
-        if begin is None or v in chain.carried:
-            continue
-        for at in range(max(end, 0), begin):
-            live[at].add(v)
-        if end < 0:
-            live[-1].add(v)
-    return [frozenset(values) for values in live]
-
-
 def solve_chain(program: ChainProgram, budget_bytes: int, slots: int = SLOTS) -> tuple[Schedule | None, dict[str, Any]]:
     """The cheapest schedule that the tables give and that fits, with notes on what is proved; None where none fits.
 
-    Rounding up forbids schedules that fit. So the tables go on to one unit more than the budget for each stage, and the first
-    schedule that ``simulate`` lets pass, from the most units down, is taken.
+    Rounding up forbids schedules that fit, and so does counting throughout what the forward pass makes for good. So the tables go
+    on to some units more than the budget, and the first schedule that ``simulate`` lets pass, from the most units down, is taken.
 
-    Notes: ``unit_bytes``; ``persistent_bound_ns`` where nothing was rounded; without a schedule ``stopped``, which says how
-    many bytes the program needs, or ``infeasible``.
+    Notes: ``unit_bytes``; ``persistent_bound_ns`` where the tables are exact; without a schedule ``stopped``, which says how many
+    bytes the program needs, and ``needs_bytes``; or ``infeasible``.
     """
     graph = program.graph
     if (least := least_bytes(graph)) > budget_bytes:
         return None, {"infeasible": f"no schedule in any order fits: {least:,} bytes are needed"}
+    count = len(program)
+    slots = min(slots, int(0.5 * LARGEST) // (2 * count**2))
+    if not slots:
+        raise InputError(f"{graph.name} is a chain of {count:,} stages, too many for the dynamic program")
+    held_bytes = program.fixed_bytes - graph.resident_bytes
     room = budget_bytes - program.fixed_bytes
-    peak_bytes = simulate(graph, keep_all(graph)).peak_bytes
-    most = max(0, min(room, peak_bytes - program.fixed_bytes))
+    most = max(0, min(room, simulate(graph, keep_all(graph)).peak_bytes - graph.resident_bytes))
     unit_bytes = max(1, -(-most // slots))
-    exact = program.grain_bytes >= unit_bytes
-    if exact:
+    rounded = program.grain_bytes < unit_bytes
+    if not rounded:
         unit_bytes = program.grain_bytes
-    notes: dict[str, Any] = {"stages": len(program), "unit_bytes": unit_bytes}
-    if room >= 0:
-        tables = program.tables(most, unit_bytes, more=0 if exact else len(program))
-        if exact and (proved := tables.time_ns(most // unit_bytes)) is not None:
-            notes["persistent_bound_ns"] = proved
-        for units in tables.steps():
-            schedule = with_frees(graph, tables.ops(units))
-            if simulate(graph, schedule).peak_bytes <= budget_bytes:
-                return schedule, notes
-    needs = _needed_bytes(program, slots)
-    notes["stopped"] = f"the smallest schedule of the chain program needs {needs:,} bytes"
+    notes: dict[str, Any] = {"stages": count, "unit_bytes": unit_bytes}
+    more = -(-held_bytes // unit_bytes) + (count if rounded else 0)
+    tables = program.tables(most, unit_bytes, more=min(more, slots))
+    if not rounded and not held_bytes and (proved := tables.time_ns(most // unit_bytes)) is not None:
+        notes["persistent_bound_ns"] = proved
+    for units in tables.steps():
+        schedule = with_frees(graph, tables.ops(units))
+        if simulate(graph, schedule).peak_bytes <= budget_bytes:
+            return schedule, notes
+    smallest = _smallest(program, slots)
+    needs = simulate(graph, smallest).peak_bytes
+    if needs <= budget_bytes:
+        return smallest, notes
     notes["needs_bytes"] = needs
+    notes["stopped"] = f"the smallest schedule of the chain program needs {needs:,} bytes"
     return None, notes
 
 
-def _needed_bytes(program: ChainProgram, slots: int) -> int:
-    """Peak of the schedule with the least memory that the tables know."""
+def _smallest(program: ChainProgram, slots: int) -> Schedule:
+    """The schedule for the least memory that the tables know."""
     graph = program.graph
     most = sum(value.size_bytes for value in graph.values) + max((op.workspace_bytes for op in graph.ops), default=0)
     while True:
@@ -456,6 +428,6 @@ def _needed_bytes(program: ChainProgram, slots: int) -> int:
         tables = program.tables(most, unit_bytes)
         units = tables.least_units()
         assert units is not None, "a chain program without a schedule in all the memory there is"
-        if units * 3 > slots or unit_bytes <= max(1, program.grain_bytes) or units <= 0:
-            return simulate(graph, with_frees(graph, tables.ops(units))).peak_bytes
+        if units * 3 > slots or unit_bytes <= program.grain_bytes:
+            return with_frees(graph, tables.ops(units))
         most = (units + 1) * unit_bytes

@@ -15,6 +15,8 @@ from itertools import pairwise
 from graphs.errors import InputError
 from graphs.ir import Graph
 
+SMALL = 0.01  # share of the bytes of all forward values that may be held throughout, so that there are more separators
+
 
 @dataclass(frozen=True, slots=True)
 class Stage:
@@ -120,6 +122,63 @@ def chain_of_ops(graph: Graph) -> Chain:
                 if 0 <= maker < count and stage_of[maker] != at and v not in stage.inputs:
                     raise _broken(graph, i, f"it needs an output of {_named(graph, maker)} beyond its backward stage")
     return chain
+
+
+def held_throughout(chain: Chain) -> frozenset[int]:
+    """Values that chain methods count all the time: outputs of the graph that the forward pass makes, and carried ones."""
+    graph = chain.graph
+    made = (v for stage in chain.stages for i in stage.forward for v in graph.ops[i].outputs)
+    return chain.carried | {v for v in made if v in graph.outputs}
+
+
+def left_for(chain: Chain) -> list[frozenset[int]]:
+    """For each stage, what later stages leave for it and for earlier ones: made by their backward ops, or saved by their
+    forward ops and still wanted. One entry more at the end: what is left in the end, outputs of the graph.
+    """
+    graph = chain.graph
+    count = forward_count(graph)
+    made_at: dict[int, int] = {}
+    home: dict[int, int] = {}
+    for at, stage in enumerate(chain.stages):
+        made_at.update((v, at) for i in stage.backward for v in graph.ops[i].outputs)
+        home.update((v, at) for i in stage.forward for v in graph.ops[i].outputs)
+    last_at: dict[int, int] = {}  # the last stage to run backward that wants the value; -1: the end
+    for at, stage in enumerate(chain.stages):
+        for i in stage.backward:
+            for v in graph.ops[i].inputs:
+                last_at[v] = min(at, last_at.get(v, at))
+    for v in graph.outputs:
+        if graph.producer[v] >= count:
+            last_at[v] = -1
+    live: list[set[int]] = [set() for _ in range(len(chain.stages) + 1)]
+    for v, end in last_at.items():
+        begin = made_at.get(v, home.get(v))
+        if begin is None or v in chain.carried:
+            continue
+        for at in range(max(end, 0), begin):
+            live[at].add(v)
+        if end < 0:
+            live[-1].add(v)
+    return [frozenset(values) for values in live]
+
+
+def small_crossing(graph: Graph, share: float = SMALL) -> frozenset[int]:
+    """Forward values to carry across cuts: of the smallest ones, together at most this share of all, those that cross some cut.
+
+    Positions, masks and the like are read by every block of a network; without this they would leave no separator.
+    """
+    count = forward_count(graph)
+    last = _last_forward_readers(graph, count)
+    sizes = sorted((graph.values[v].size_bytes, v) for i in range(count) for v in graph.ops[i].outputs if last[v] >= 0)
+    room = share * sum(size for size, _ in sizes)
+    small: set[int] = set()
+    for size, v in sizes:
+        room -= size
+        if room < 0:
+            break
+        small.add(v)
+    cuts = [at for at, _ in separators(graph, carried=small)]
+    return frozenset(v for v in small if any(graph.producer[v] <= at < last[v] for at in cuts))
 
 
 def _broken(graph: Graph, i: int, why: str) -> InputError:

@@ -19,6 +19,7 @@ METHODS = {
     "keep_all": "planner.methods.keep_all",
     "moccasin": "planner.methods.moccasin",
     "revolve": "planner.methods.revolve",
+    "rockmate": "planner.methods.rockmate",
     "rotor": "planner.methods.rotor",
     "twremat": "planner.methods.twremat",
 }

@@ -1,0 +1,80 @@
+"""Rockmate: a chain of blocks, each solved exactly for a few budgets, combined by a dynamic program (Zhao et al., ICML 2023).
+
+The forward pass is cut at its separators. For each distinct block the least time is found on a grid of two budgets: the peak
+inside the block, and the bytes held between its forward and its backward pass. Blocks that are alike are solved once. Rotor's
+dynamic program then chooses for every block in which of these ways to run it, and when to run it again as a whole.
+
+A block that is most of the graph is as hard as the whole graph; where its MILP does not finish in time, a list walk stands in.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from graphs.errors import InputError
+from graphs.ir import Graph
+from planner.blocks import BlockSolver, blocks
+from planner.bounds import least_bytes
+from planner.chain_dp import SLOTS, ChainProgram, solve_chain
+from planner.chains import Chain, chain_of_blocks, held_throughout, small_crossing
+from planner.result import Plan
+from planner.schedule import Schedule
+
+
+def solve(
+    graph: Graph,
+    budget_bytes: int,
+    *,
+    gap: float = 0.0,
+    time_limit_s: float = 60.0,
+    seed: int = 0,
+    start: Schedule | None = None,
+    progress: Callable[..., None] | None = None,
+    peaks: int = 4,
+    saves: int = 6,
+    slots: int = SLOTS,
+) -> Plan:
+    """The cheapest schedule that blocks and dynamic program give; ``bound_ns`` is the keep-all time.
+
+    time_limit_s  for the blocks' MILPs; the dynamic program comes on top
+    peaks, saves  budgets for each block: of its peak, and of what it holds between forward and backward pass
+    slots         memory units of the dynamic program at most
+    """
+    began = time.perf_counter()
+    for name, number in (("peaks", peaks), ("saves", saves), ("slots", slots)):
+        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+            raise InputError(f"{name} must be a positive integer, not {number!r}")
+    schedule: Schedule | None = None
+    if (least := least_bytes(graph)) > budget_bytes:
+        notes: dict[str, Any] = {"infeasible": f"no schedule in any order fits: {least:,} bytes are needed"}
+    else:
+        chain = _chain(graph)
+        problems = blocks(chain)
+        fixed = graph.resident_bytes + sum(graph.values[v].size_bytes for v in held_throughout(chain))
+        solver = BlockSolver(max(0, budget_bytes - fixed), peaks, saves, began + time_limit_s, seed)
+        # Each block gets its share of the time by its size, so that one hard block leaves the others theirs.
+        total = sum(len(block.graph.ops) for block in problems)
+        ways = [solver.ways(block, time_limit_s * len(block.graph.ops) / total) for block in problems]
+        schedule, notes = solve_chain(ChainProgram(chain, ways), budget_bytes, slots)
+        notes.update(distinct=solver.distinct, solved=solver.solved, exact=solver.exact, ways=sum(map(len, ways)))
+    return Plan.of(
+        graph,
+        budget_bytes,
+        schedule,
+        method="rockmate",
+        seed=seed,
+        wall_s=time.perf_counter() - began,
+        bound_ns=graph.keep_all_time_ns,
+        gap=gap,
+        infeasible="infeasible" in notes,
+        notes=notes,
+    )
+
+
+def _chain(graph: Graph) -> Chain:
+    """The chain of blocks; small values cross cuts where that gives more of them."""
+    plain = chain_of_blocks(graph)
+    more = chain_of_blocks(graph, carried=small_crossing(graph))
+    return more if len(more.stages) > len(plain.stages) else plain

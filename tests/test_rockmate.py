@@ -1,0 +1,236 @@
+"""Rockmate: blocks solved exactly, alike ones once, against Rotor, brute force and bounds; real models."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import replace
+
+import pytest
+
+from graphs import Graph, InputError
+from graphs.synthetic import chain, random_training
+from planner import Status, keep_all, simulate, solve
+from planner.blocks import Block, BlockSolver, blocks
+from planner.chain_dp import Way
+from planner.chains import Chain, Stage, chain_of_blocks, forward_count, held_throughout, left_for, small_crossing
+from planner.methods.rockmate import solve as rockmate
+from planner.methods.rotor import solve as rotor
+from planner.schedule import with_frees
+from tests.chains import random_chain
+from tests.models import MODELS, graph_of
+from tests.oracles import least_budget, least_time
+from tests.strategies import random_graph
+
+UNIT_CHAIN = [(3, 45), (4, 26), (5, 22), (6, 21), (7, 20), (8, 19), (9, 18), (10, 17)]  # budget, runs: 8 layers
+
+
+def solver(peaks: int = 4, saves: int = 6) -> BlockSolver:
+    return BlockSolver(10**12, peaks, saves, math.inf, seed=0)
+
+
+@pytest.mark.parametrize(("budget", "runs"), UNIT_CHAIN)
+def test_unit_chain_of_eight_layers(budget: int, runs: int) -> None:
+    assert solve(chain(8), budget, method="rockmate").time_ns == runs
+
+
+def test_never_worse_than_rotor_on_chains() -> None:
+    """Rotor's one way to run a stage, saving all, is among Rockmate's."""
+    cases = 0
+    for seed in range(12):
+        graph = random_chain(8, seed)
+        peak = simulate(graph, keep_all(graph)).peak_bytes
+        for share in (0.6, 0.75, 0.9):
+            plain, found = rotor(graph, int(share * peak)), rockmate(graph, int(share * peak))
+            if plain.time_ns is not None:
+                assert found.time_ns is not None and found.time_ns <= plain.time_ns, seed
+                cases += 1
+    assert cases > 15
+
+
+def test_never_below_brute_force() -> None:
+    """Random ops, effects, several outputs, values nobody reads; the second half of the ops taken for the backward pass."""
+    solved = 0
+    for seed in range(60):
+        graph = random_graph(seed, max_ops=7, random=seed % 2 == 0, effect=seed % 3 == 0)
+        half = len(graph.ops) // 2
+        graph = replace(graph, ops=tuple(replace(op, backward=i >= half) for i, op in enumerate(graph.ops)))
+        peak = simulate(graph, keep_all(graph)).peak_bytes
+        for budget in (peak, peak - 1, peak - 3):
+            found, best = rockmate(graph, budget, peaks=2, saves=3), least_time(graph, budget, keep_order=False)
+            if found.time_ns is not None:
+                assert best is not None and best[0] <= found.time_ns, seed
+                solved += 1
+            else:
+                assert found.status is Status.INFEASIBLE or found.notes["needs_bytes"] > budget
+            assert best is None or found.status is not Status.INFEASIBLE
+    assert solved > 60
+
+
+def test_never_below_the_bound_of_cutting_stages() -> None:
+    solved = 0
+    for seed in range(5):
+        graph = random_training(8, seed)
+        peak = simulate(graph, keep_all(graph)).peak_bytes
+        for share in (0.75, 0.9):
+            ours = solve(graph, int(share * peak), gap=0.0, time_limit_s=1)
+            found = rockmate(graph, int(share * peak), peaks=3, saves=3)
+            if found.time_ns is not None:
+                assert ours.bound_ns is not None and found.time_ns >= ours.bound_ns
+                assert found.peak_bytes is not None and found.peak_bytes <= found.budget_bytes
+                solved += 1
+    assert solved >= 5
+
+
+def test_stages_run_one_after_the_other_are_the_graph() -> None:
+    """Every op is in one stage, and the stages forward, then backward from the last, are a valid order of the ops."""
+    for graph in [*(random_training(9, seed) for seed in range(20)), *map(graph_of, MODELS)]:
+        for carried in (frozenset[int](), small_crossing(graph)):
+            chain_ = chain_of_blocks(graph, carried=carried)
+            forward = [i for stage in chain_.stages for i in stage.forward]
+            backward = [i for stage in reversed(chain_.stages) for i in stage.backward]
+            assert forward == list(range(forward_count(graph)))
+            assert sorted(forward + backward) == list(range(len(graph.ops)))
+            trace = simulate(graph, with_frees(graph, forward + backward))
+            assert trace.time_ns == graph.keep_all_time_ns
+
+
+def test_a_block_is_what_happens_in_it() -> None:
+    """Time and peak of a stage's own graph are those of the stage with everything around it taken away."""
+    graph = random_training(8, 3)
+    chain_ = chain_of_blocks(graph)
+    left = left_for(chain_)
+    assert len(chain_.stages) > 3
+    for at, block in enumerate(blocks(chain_)):
+        stage = chain_.stages[at]
+        assert [i for i in block.ops if i >= 0] == [*stage.forward, *stage.backward]
+        assert block.graph.keep_all_time_ns == sum(graph.ops[i].time_ns for i in (*stage.forward, *stage.backward))
+        stop = block.graph.ops[block.stop]
+        output = chain_.stages[at + 1].inputs if at + 1 < len(chain_.stages) else frozenset()
+        assert len(stop.inputs) == len(output - held_throughout(chain_)) or not output
+        sent = sum(graph.values[v].size_bytes for v in left[at] if any(c in stage.backward for c in graph.consumers[v]))
+        assert sum(block.graph.values[v].size_bytes for v in stop.outputs) == sent
+
+
+def one_block(graph: Graph) -> Block:
+    """The whole graph as one stage."""
+    count = forward_count(graph)
+    stage = Stage(tuple(range(count)), tuple(range(count, len(graph.ops))), frozenset())
+    (block,) = blocks(Chain(graph, (stage,), frozenset()))
+    return block
+
+
+def test_blocks_are_solved_exactly() -> None:
+    """With one budget, the peak, a block's least time is that of brute force where Checkmate's space has the optimum."""
+    equal = cases = 0
+    for seed in range(30):
+        block = one_block(random_chain(3, seed, plain=seed % 2 == 0))
+        low = least_budget(block.graph, keep_order=True)
+        for budget in range(low - 1, simulate(block.graph, keep_all(block.graph)).peak_bytes + 1, 2):
+            best = least_time(block.graph, budget, keep_order=True)
+            runs, exact = solver().least(block, budget, 10**9, time.perf_counter() + 10)
+            if runs is None:
+                continue
+            trace = simulate(block.graph, with_frees(block.graph, runs))
+            assert best is not None and trace.peak_bytes <= budget and trace.time_ns >= best[0]
+            equal += exact and trace.time_ns == best[0]
+            cases += 1
+    assert cases > 30 and equal > 0.9 * cases
+
+
+def test_holding_less_at_the_stop_takes_more_time() -> None:
+    block = max(blocks(chain_of_blocks(graph_of("resnet50"))), key=lambda block: len(block.graph.ops))
+    whole = simulate(block.graph, keep_all(block.graph))
+    sizes = [block.graph.values[v].size_bytes for v in block.graph.ops[block.stop].inputs]
+    times = []
+    for share in (1.0, 0.5, 0.1):
+        saved = sum(sizes) + int(share * (whole.peak_bytes - sum(sizes)))
+        runs, exact = solver().least(block, 2 * whole.peak_bytes, saved, time.perf_counter() + 20)
+        assert exact and runs is not None
+        trace = simulate(block.graph, with_frees(block.graph, runs))
+        times.append(trace.time_ns)
+        at = runs.index(block.stop)
+        held = {v for i in runs[:at] for v in block.graph.ops[i].outputs} & needed(block.graph, runs[at + 1 :])
+        assert sum(block.graph.values[v].size_bytes for v in held) <= saved
+    assert times == sorted(times) and times[-1] > times[0] == block.graph.keep_all_time_ns
+
+
+def needed(graph: Graph, runs: list[int]) -> set[int]:
+    """What these ops read before they make it."""
+    wanted: set[int] = set()
+    for i in reversed(runs):
+        wanted -= set(graph.ops[i].outputs)
+        wanted |= set(graph.ops[i].inputs)
+    return wanted
+
+
+def test_alike_blocks_are_solved_once() -> None:
+    shallow, deep = graph_of("gpt2"), graph_of("resnet50")
+    for graph in (shallow, deep):
+        peak = simulate(graph, keep_all(graph)).peak_bytes
+        found = rockmate(graph, int(0.9 * peak), peaks=2, saves=2, time_limit_s=20)
+        assert found.notes["distinct"] < 0.7 * found.notes["stages"]
+    problems = blocks(chain_of_blocks(chain(30)))
+    assert len({block.graph.fingerprint() for block in problems}) == 3
+
+
+def test_a_way_is_split_at_the_stop() -> None:
+    block = blocks(chain_of_blocks(chain(4)))[2]
+    assert [block.graph.ops[i].name for i in range(len(block.ops))] == ["forward_2", "stop", "backward_1"]
+    assert block.split([0, 1, 0, 2]) == Way((2,), (2, 7))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_real_models(name: str) -> None:
+    graph = graph_of(name)
+    whole = simulate(graph, keep_all(graph)).peak_bytes
+    found = solve(graph, int(0.85 * whole), method="rockmate", time_limit_s=8, peaks=3, saves=4)
+    assert found.overhead is not None and 0 < found.overhead < 0.2
+    assert found.bound_ns == graph.keep_all_time_ns
+    assert solve(graph, whole, method="rockmate", time_limit_s=0).status is Status.OPTIMAL
+
+
+def test_more_ways_make_better_schedules() -> None:
+    """Without time to solve blocks there is only the way that saves all: Rotor on blocks."""
+    graph = graph_of("resnet50")
+    budget = int(0.85 * simulate(graph, keep_all(graph)).peak_bytes)
+    one, more = rockmate(graph, budget, time_limit_s=0), rockmate(graph, budget, peaks=2, saves=4, time_limit_s=30)
+    assert one.notes["solved"] == 0 and one.notes["ways"] == one.notes["stages"]
+    assert one.time_ns is not None and more.time_ns is not None and more.time_ns < one.time_ns
+
+
+def test_says_how_many_bytes_it_needs() -> None:
+    graph = graph_of("vgg16")
+    found = rockmate(graph, int(0.6 * simulate(graph, keep_all(graph)).peak_bytes), peaks=2, saves=2)
+    needs = found.notes["needs_bytes"]
+    assert found.status is Status.UNKNOWN and f"{needs:,} bytes" in found.notes["stopped"]
+    assert rockmate(graph, int(1.001 * needs), peaks=2, saves=2).schedule is not None
+
+
+def test_values_that_every_block_reads_do_not_hide_the_blocks() -> None:
+    graph = shared_mask(chain(8, size_bytes=1000))
+    assert len(chain_of_blocks(graph).stages) < 4
+    carried = small_crossing(graph)
+    assert carried == {len(graph.values) - 1}
+    assert len(chain_of_blocks(graph, carried=carried).stages) >= 8
+    found = rockmate(graph, 6010)
+    assert found.time_ns is not None and found.time_ns <= 24
+
+
+def test_a_graph_without_a_backward_pass_is_one_way() -> None:
+    graph = replace(chain(3), ops=tuple(replace(op, backward=False) for op in chain(3).ops))
+    assert rockmate(graph, 100).time_ns == graph.keep_all_time_ns
+
+
+@pytest.mark.parametrize("option", ["peaks", "saves", "slots"])
+def test_refuses_options_that_are_no_number(option: str) -> None:
+    with pytest.raises(InputError, match=f"{option} must be a positive integer, not 0"):
+        solve(chain(3), 5, method="rockmate", **{option: 0})
+
+
+def shared_mask(graph: Graph) -> Graph:
+    """A small value made first and read by every forward op after."""
+    mask = len(graph.values)
+    first = replace(graph.ops[0], outputs=(0, mask))
+    ops = [replace(op, inputs=(*op.inputs, mask)) if op.kind == "forward" else op for op in graph.ops[1:]]
+    return replace(graph, ops=(first, *ops), values=(*graph.values, replace(graph.values[0], size_bytes=1)))
