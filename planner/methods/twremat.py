@@ -37,7 +37,7 @@ from planner.simulate import simulate
 
 METHOD = "twremat"
 PASSES = 6  # as published
-MAX_RUNS = 1_000_000  # a longer sequence is not written out; where bags are wide, the published ones grow beyond any use
+MAX_RUNS = 1_000_000  # a longer sequence is not written out (wide bags over many levels: the length can be exponential in levels)
 
 
 def solve(
@@ -54,7 +54,8 @@ def solve(
     """The cheapest schedule among the published one and its variants; UNKNOWN where none of them fits.
 
     gap           stop when (time - keep-all time) / time is at most this; the keep-all time is the only bound there is
-    time_limit_s  stop after this long with the best so far; a tree decomposition, once begun, is finished
+    time_limit_s  stop after this long with the best so far; a tree decomposition, once begun, is finished (seconds where a
+                  thousand ops have bags of hundreds, else far less)
     seed          0: vertices as good as each other are eliminated in graph order; others: in an order drawn from the seed
     start         a schedule to begin with
     progress      called as ``progress(time_ns=..., bound_ns=..., phase=...)`` where a better schedule was found
