@@ -19,10 +19,11 @@ from graphs.capture import Inputs, Step, bind
 from graphs.errors import InputError
 from graphs.inputs import is_of
 from planner.draws import generators_of, undone_on_failure
-from planner.halves import checked_peak, cut_in_halves, peak_of_halves
+from planner.halves import checked_peak, cut_in_halves, fit_halves
 from planner.lowering import Code, placeholders, result_value
 from planner.schedule import Free, Schedule
 from planner.simulate import simulate
+from planner.undo import Undo, version
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,16 +90,16 @@ class PlannedStep:
         bound = bind(self.step, inputs, self._tangent if tangent is None else tangent)
         with as_captured(self.step), undone_on_failure(self._generators):
             outputs = self.module.forward(bound)
-        loss: Tensor | None = None
-        gradients: dict[str, Tensor] = {}
-        buffers: dict[str, Tensor] = {}
-        for result, tensor in zip(self.step.results, outputs, strict=True):
-            if result.kind == "loss":
-                loss = tensor
-            else:
-                (gradients if result.kind == "gradient" else buffers)[result.name] = tensor
-        assert loss is not None
-        return StepResult(loss, gradients, buffers)
+            loss: Tensor | None = None
+            gradients: dict[str, Tensor] = {}
+            buffers: dict[str, Tensor] = {}
+            for result, tensor in zip(self.step.results, outputs, strict=True):
+                if result.kind == "loss":
+                    loss = tensor
+                else:
+                    (gradients if result.kind == "gradient" else buffers)[result.name] = tensor
+            assert loss is not None
+            return StepResult(loss, gradients, buffers)
 
 
 def run_step(step: Step, schedule: Schedule, inputs: Inputs) -> StepResult:
@@ -116,8 +117,10 @@ class PlannedModule(nn.Module):
     Buffers change once a call, at its end. The part of the schedule before the backward runs in the call, the rest in
     ``backward``; what is in memory between the two is held by the loss and dropped with it. Without gradients
     (``torch.no_grad``) only the first part runs. A second ``backward`` of one loss, and one with ``create_graph=True``, raise
-    InputError; so does one after a tensor it reads was changed in place. After ``eval()`` the call is that of the plain model,
-    without loss and plan (unless the model was captured in evaluation mode). Forward hooks of the model itself do not run.
+    InputError; so does one after a tensor it reads was changed in place. Where a call fails (no memory, Ctrl-C), buffers and
+    generators are as before it; where its backward fails, too, unless something else has changed them in between. After
+    ``eval()`` the call is that of the plain model, without loss and plan (unless the model was captured in evaluation mode).
+    Forward hooks of the model itself do not run.
 
     peak_bytes  the most a step may hold, from ``simulate``; at most the budget. Gradients kept from an earlier step are not
                 in it: gradient accumulation needs their bytes on top.
@@ -134,8 +137,7 @@ class PlannedModule(nn.Module):
         # The new buffers are written once the loss is there, so none may be given up before and made again.
         early = {result_value(step, i) for i, result in enumerate(step.results) if result.kind != "gradient"}
         schedule = tuple(s for s in schedule if not (isinstance(s, Free) and s.value in early))
-        self._halves = cut_in_halves(step, schedule)
-        self.peak_bytes = peak_of_halves(step, schedule, budget_bytes, self._halves)
+        self._halves, self.peak_bytes, self._room = fit_halves(step, schedule, budget_bytes, cut_in_halves(step, schedule))
         index = {(source.kind, source.name): i for i, source in enumerate(step.sources)}
         self._trained = tuple(index["parameter", result.name] for result in step.results if result.kind == "gradient")
         self._generators = generators_of(step)
@@ -154,35 +156,39 @@ class PlannedModule(nn.Module):
         for i, source in enumerate(self.step.sources):
             if source.kind == "tangent":
                 bound[i] = self._no_tangent  # autograd brings the real one, and one is all the plan counts
-        if not torch.is_grad_enabled():
-            return self._run_forward(bound)[0]
-        return _Train.apply(self, bound, *(bound[i] for i in self._trained))  # type: ignore[no-untyped-call]
+        undo = Undo(self._generators)
+        try:
+            if not torch.is_grad_enabled():
+                return self._run_forward(bound, undo)[0]
+            return _Train.apply(self, undo, bound, *(bound[i] for i in self._trained))  # type: ignore[no-untyped-call]
+        except BaseException:
+            undo.undo()
+            raise
 
-    def _run_forward(self, bound: list[Tensor]) -> tuple[Tensor, _Kept]:
+    def _run_forward(self, bound: list[Tensor], undo: Undo) -> tuple[Tensor, _Kept]:
         """Run the first half: the loss, and what the second needs."""
         halves = self._halves
-        with as_captured(self.step), undone_on_failure(self._generators):
+        with as_captured(self.step):
             outputs = halves.forward.forward([bound[i] for i in halves.forward_reads])
-            loss, *contents = outputs[: 1 + len(halves.buffers)]
+            loss = outputs[0]
             given = outputs[1 + len(halves.buffers) :] + [bound[i] for i in halves.backward_reads]
+            contents = outputs[len(halves.buffers) : 0 : -1]
+            del outputs
             watched = {at: self.step.sources[i].name for at, i in enumerate(halves.backward_reads, len(halves.handed))}
-            for buffer, new in zip(halves.buffers, contents, strict=True):
-                if buffer.old_at is None:
-                    bound[buffer.source].copy_(new)
-                    continue
-                name = watched.pop(buffer.old_at)  # the backward reads the old content
-                if buffer.cloned:
-                    given[buffer.old_at] = bound[buffer.source].clone()
-                    bound[buffer.source].copy_(new)
-                    continue
-                _swap(bound[buffer.source], new)
-                given[buffer.old_at] = new
-                if buffer.new_at is not None:
-                    given[buffer.new_at] = bound[buffer.source]
-                    watched[buffer.new_at] = name
+            for buffer in halves.buffers:
+                place, new = bound[buffer.source], contents.pop()
+                if buffer.new_at is not None and not buffer.cloned:  # the backward takes the new content from the buffer
+                    given[buffer.new_at] = place
+                    watched[buffer.new_at] = self.step.sources[buffer.source].name
+                old = undo.replace(place, new) if buffer.cloned or self._room else undo.exchange(place, new)
+                del new
+                if buffer.old_at is not None:
+                    given[buffer.old_at] = old
+                    del watched[buffer.old_at]
             if halves.loss_at is not None:
                 watched[halves.loss_at] = "the loss"
-        return loss.detach(), _Kept(given, [(name, given[at]) for at, name in watched.items()])
+            undo.seal()
+        return loss.detach(), _Kept(given, [(name, given[at]) for at, name in watched.items()], undo)
 
     def _run_backward(self, kept: _Kept, tangent: Tensor) -> list[Tensor]:
         """Run the second half: the gradients."""
@@ -191,7 +197,7 @@ class PlannedModule(nn.Module):
             given[self._halves.tangent_at] = tangent
         with as_captured(self.step), undone_on_failure(self._generators):
             gradients: list[Tensor] = self._halves.backward.forward(given)
-        return gradients
+            return gradients
 
     # Everything else is the model's.
 
@@ -269,20 +275,27 @@ class _Train(torch.autograd.Function):
     """Ties the two halves of a schedule to autograd: one node between the parameters and the loss."""
 
     @staticmethod
-    def forward(ctx: Any, module: PlannedModule, bound: list[Tensor], *parameters: Tensor) -> Tensor:
-        loss, ctx.kept = module._run_forward(bound)
+    def forward(ctx: Any, module: PlannedModule, undo: Undo, bound: list[Tensor], *parameters: Tensor) -> Tensor:
+        loss, ctx.kept = module._run_forward(bound, undo)
         ctx.module = module
         return loss
 
     @staticmethod
     def backward(ctx: Any, tangent: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            raise InputError("a planned step has no second derivative: call backward without create_graph=True")
-        if ctx.kept is None:
-            raise InputError("backward ran before on this loss, and its values are gone; run the forward again first")
-        kept, ctx.kept = ctx.kept, None
-        # No reference to a gradient may stay behind, or autograd would copy it into ``.grad``.
-        return None, None, *ctx.module._run_backward(kept, tangent)
+        kept = ctx.kept
+        try:
+            if torch.is_grad_enabled():
+                raise InputError("a planned step has no second derivative: call backward without create_graph=True")
+            if kept is None:
+                raise InputError("backward ran before on this loss, and its values are gone; run the forward again first")
+            ctx.kept = None
+            # No reference to a gradient may stay behind, or autograd would copy it into ``.grad``.
+            return None, None, None, *ctx.module._run_backward(kept, tangent)
+        except BaseException:
+            ctx.kept = None
+            if kept is not None:
+                kept.undo.undo()
+            raise
 
 
 class _Kept:
@@ -290,34 +303,21 @@ class _Kept:
 
     given    all of it, in the order of the second half
     watched  what in it the caller can reach too, with its name: nobody may change it in the meantime
+    undo     takes the call back
     """
 
-    def __init__(self, given: list[Tensor], watched: list[tuple[str, Tensor]]) -> None:
+    def __init__(self, given: list[Tensor], watched: list[tuple[str, Tensor]], undo: Undo) -> None:
         self.given = given
-        self.watched = [(name, tensor, _version(tensor)) for name, tensor in watched]
+        self.undo = undo
+        self.watched = [(name, tensor, version(tensor)) for name, tensor in watched]
 
     def release(self) -> list[Tensor]:
         """Everything, for one use; nothing stays here. Raises InputError where something was changed in place."""
-        for name, tensor, version in self.watched:
-            if _version(tensor) != version:
+        for name, tensor, then in self.watched:
+            if version(tensor) != then:
                 raise InputError(f"{name} was changed in place after the forward, but backward reads it; run the forward again")
         given, self.given, self.watched = self.given, [], []
         return given
-
-
-def _version(tensor: Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
-
-
-def _swap(a: Tensor, b: Tensor) -> None:
-    """Exchange the contents of two tensors of one shape and dtype without memory for a third."""
-    if a.is_complex():
-        a, b = torch.view_as_real(a), torch.view_as_real(b)
-    word = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
-    a, b = a.view(word), b.view(word)
-    a.bitwise_xor_(b)
-    b.bitwise_xor_(a)
-    a.bitwise_xor_(b)
 
 
 def _inputs(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import fx
 
@@ -23,7 +23,7 @@ class Buffer:
     old_at  where the second half takes its old content; None where it does not read it
     new_at  where the second half takes its new content; likewise
     cloned  the old content needs memory of its own. Otherwise it changes places with the new one, in the tensor that brought
-            that; and where the second half reads both, it takes the new content from the buffer
+            that; and where the second half reads the new content, it takes that from the buffer
     """
 
     source: int
@@ -101,7 +101,7 @@ def cut_in_halves(step: Step, schedule: Schedule) -> Halves:
             second.maker.get(value) is outputs_of(step.module.graph)[i]
             and [result_value(step, j) for j in early_results].count(value) == 1
         )
-        return Buffer(source, old_at, new_at, old_at is not None and not own)
+        return Buffer(source, old_at, new_at, not own)
 
     return Halves(
         cut,
@@ -165,12 +165,28 @@ def checked_peak(step: Step, schedule: Schedule, budget_bytes: int | None) -> in
     return trace.peak_bytes
 
 
-def peak_of_halves(step: Step, schedule: Schedule, budget_bytes: int, halves: Halves) -> int:
-    """Peak of a schedule that keeps its early results, clones of buffers included. Raises BudgetExceeded as above."""
+def fit_halves(step: Step, schedule: Schedule, budget_bytes: int, halves: Halves) -> tuple[Halves, int, bool]:
+    """The halves of a schedule that keeps its early results, their peak, and whether there is room at the end of the first for a
+    copy of one more buffer at a time.
+
+    The old content of a buffer is kept until the backward is done, in the place of its new one, so that a step can be taken back.
+    Buffers with a further copy (``cloned``) count; where the budget allows it, those are all whose new content the backward
+    reads: a later call may then change the buffer before. Raises BudgetExceeded as ``checked_peak`` does.
+    """
     memory = list(simulate(step.graph, schedule).memory_bytes)
     sources = placeholders(step)
-    cloned = sum(step.graph.values[step.value_of[sources[b.source]]].size_bytes for b in halves.buffers if b.cloned)
-    for at in range(max(halves.cut - 1, 0), len(memory)):
+    start = max(halves.cut - 1, 0)
+    highest = max(memory[start:], default=0)
+    order = {buffer.source: i for i, buffer in enumerate(halves.buffers)}
+    cloned = 0
+    buffers = []
+    for buffer in sorted(halves.buffers, key=lambda b: not b.cloned):
+        size = step.graph.values[step.value_of[sources[buffer.source]]].size_bytes
+        keep = buffer.cloned or (buffer.new_at is not None and highest + cloned + size <= budget_bytes)
+        cloned += size if keep else 0
+        buffers.append(replace(buffer, cloned=keep))
+    buffers.sort(key=lambda b: order[b.source])  # as before
+    for at in range(start, len(memory)):
         memory[at] += cloned
     worst = max(range(len(memory)), key=memory.__getitem__)
     if memory[worst] > budget_bytes:
@@ -180,7 +196,8 @@ def peak_of_halves(step: Step, schedule: Schedule, budget_bytes: int, halves: Ha
             budget_bytes,
             f"a call keeps the loss and the new buffers until its end; plan for {memory[worst] - budget_bytes:,} bytes less",
         )
-    return memory[worst]
+    largest = max((step.graph.values[step.value_of[sources[b.source]]].size_bytes for b in buffers), default=0)
+    return replace(halves, buffers=tuple(buffers)), memory[worst], memory[start] + largest <= memory[worst]
 
 
 def _op_at(step: Step, schedule: Schedule, at: int) -> str:
