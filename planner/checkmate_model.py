@@ -48,6 +48,7 @@ from typing import Literal
 
 from graphs.ir import Graph
 from planner.milp import Milp
+from planner.mip_solvers import satisfies
 from planner.schedule import Compute, Schedule, computes, with_frees
 from planner.stage_model import with_end
 
@@ -366,18 +367,7 @@ def values_of(model: CheckmateModel, held: Held) -> list[float] | None:
             values[model.used[t, k]] = held_bytes
             touched = (*graph.ops[k].inputs, *graph.ops[k].outputs)
             held_bytes -= sum(size[x] * values[model.free[t, x, k]] for x in touched if (t, x, k) in model.free)
-    return values if _satisfies(model.milp, values) else None
-
-
-def _satisfies(milp: Milp, values: Sequence[float]) -> bool:
-    """Whether all rows and bounds hold, to the tolerance of solvers."""
-    sums = [0.0] * len(milp.row_lower)
-    for row, x, a in milp.entries:
-        sums[row] += a * values[x]
-    inside = zip(milp.row_lower, sums, milp.row_upper, strict=True)
-    return all(low - 1e-6 <= s <= high + 1e-6 for low, s, high in inside) and all(
-        low <= v <= high + 1e-6 for low, v, high in zip(milp.lower, values, milp.upper, strict=True)
-    )
+    return values if satisfies(model.milp, values) else None
 
 
 def _needed(graph: Graph, may: Sequence[bool]) -> tuple[frozenset[int], ...]:

@@ -171,8 +171,13 @@ def _parameters(time_limit_s: float, gap: float, cutoff: float, node_limit: int 
 _left_behind: set[threading.Event] = set()  # each set when its solve is over
 
 
+def leave_behind(done: threading.Event) -> None:
+    """Remember a solve that goes on after its caller has left, for ``solving`` and for the end of the interpreter."""
+    _left_behind.add(done)
+
+
 def solving() -> bool:
-    """Whether a solve whose caller was interrupted is still running. HiGHS cannot be stopped; it ends at its time limit."""
+    """Whether a solve whose caller has left is still running. HiGHS cannot be stopped; it ends at its time limit."""
     return not all(done.is_set() for done in _left_behind)
 
 
@@ -219,7 +224,7 @@ def _run(proto: Any, parameters: Any) -> Any:
         while not done.wait(0.1):
             pass
     except BaseException:
-        _left_behind.add(done)
+        leave_behind(done)
         raise
     if errors:
         raise errors[0]

@@ -7,7 +7,6 @@ The solve runs on a thread of its own, so that a time limit holds and Ctrl-C is 
 
 from __future__ import annotations
 
-import atexit
 import inspect
 import math
 import os
@@ -17,13 +16,13 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from graphs.errors import InputError
-from planner.milp import Milp, Outcome
+from planner.milp import Milp, Outcome, leave_behind
 
 # Names of our own for what PuLP has under several, in the order in which they are tried.
 PULP_NAMES = {
@@ -37,6 +36,7 @@ CBC = ("cbc", "PULP_CBC_CMD", "COIN_CMD")
 MATH_OPT = {"highs": "SOLVER_TYPE_HIGHS", "scip": "SOLVER_TYPE_GSCIP"}
 DEFAULT_GAP = 1e-4  # relative, of a solver that cannot be told another
 GRACE_S, GRACE_SHARE = 0.15, 0.03  # how much longer than its limit a solver may take before it is told to stop
+LOOSE = 1e-4  # the tolerance to which other solvers' solutions are checked; theirs is between 1e-6 and 1e-5 in their own scaling
 STOP_S = 0.3  # how long it then has to end
 
 
@@ -91,11 +91,10 @@ def minimise(
         finally:
             done.set()
 
-    _running.append(done)
-    threading.Thread(target=work, name=solver, daemon=True).start()
     stopped = None
     try:
         try:
+            threading.Thread(target=work, name=solver, daemon=True).start()
             if not done.wait((1 + GRACE_SHARE) * time_limit_s + GRACE_S):
                 stopped = "time limit"
         except KeyboardInterrupt:
@@ -111,18 +110,8 @@ def minimise(
         return replace(run.so_far(), stopped=stopped)
     finally:
         run.close()
-        if done.is_set():
-            _running.remove(done)
-
-
-_running: list[threading.Event] = []  # solves that went on after their caller had left; each is set at its end
-
-
-@atexit.register
-def _wait() -> None:
-    """A thread that comes back from a solver while the interpreter is being torn down would abort the process."""
-    for done in _running:
-        done.wait()
+        if not done.is_set():
+            leave_behind(done)
 
 
 class _Run(Protocol):
@@ -174,6 +163,7 @@ class _Cbc:
         self._milp, self._time_limit_s, self._gap, self._start, self._seed = milp, time_limit_s, gap, start, seed
         self._folder = tempfile.TemporaryDirectory(prefix="cbc-", ignore_cleanup_errors=True)
         self._process: subprocess.Popen[bytes] | None = None
+        self._closed = False
         self._path = _cbc_path()
 
     def solve(self) -> Answer:
@@ -193,6 +183,8 @@ class _Cbc:
             self._process = subprocess.Popen(
                 command, cwd=folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
             )
+            if self._closed:  # while it was being started
+                self._process.kill()
             code = self._process.wait()
         if code and code != -signal.SIGKILL:
             raise AssertionError(f"CBC ended with code {code}: {self._log()[-500:]}")
@@ -203,6 +195,7 @@ class _Cbc:
             self._process.send_signal(signal.SIGINT)
 
     def close(self) -> None:
+        self._closed = True
         if self._process is not None and self._process.poll() is None:
             self._process.kill()
             self._process.wait()
@@ -401,8 +394,18 @@ def highs_solution(path: Path, count: int) -> list[float] | None:
     return None
 
 
+_NATIVE_BOUNDS: dict[str, Callable[[Any], float]] = {
+    "CPLEX_PY": lambda model: model.solution.MIP.get_best_objective(),
+    "GUROBI": lambda model: model.ObjBound,
+    "SCIP_PY": lambda model: model.getDualbound(),
+}
+
+
 class _Pulp:
-    """Any other solver of PuLP's. PuLP hides bounds, so only "Optimal" before the time limit proves one, less the gap."""
+    """Any other solver of PuLP's. Where PuLP hides the bound, only "Optimal" before the time limit proves one, less the gap.
+
+    PuLP says "Not Solved" of a solver that a limit stopped, even where a solution is there; so the rows say what is one.
+    """
 
     def __init__(self, milp: Milp, name: str, time_limit_s: float, gap: float, start: Sequence[float] | None, seed: int) -> None:
         self._milp, self._name, self._time_limit_s, self._gap, self._start = milp, name, time_limit_s, gap, start
@@ -426,18 +429,31 @@ class _Pulp:
         }
         known = inspect.signature(type(pulp.getSolver(self._name, msg=False)).__init__).parameters
         options = {key: value for key, value in asked.items() if key in known}
-        problem.solve(pulp.getSolver(self._name, msg=False, **options))
+        try:
+            problem.solve(pulp.getSolver(self._name, msg=False, **options))
+        except Exception as error:  # of whatever kind the solver's own package raises: no licence for this size, say
+            size = f"{len(self._milp.cost):,} variables and {len(self._milp.row_lower):,} rows"
+            raise InputError(f"the solver {self._name!r} refused a model of {size}: {error}; use another one") from error
         in_time = time.perf_counter() - began < 0.95 * self._time_limit_s
-        if problem.sol_status == pulp.LpSolutionInfeasible:
-            return Answer(Outcome.INFEASIBLE, bound=math.inf) if in_time else Answer(Outcome.STOPPED, stopped="time limit")
+        if problem.status == pulp.LpStatusInfeasible and in_time:  # its sol_status says so of "Not Solved" too
+            return Answer(Outcome.INFEASIBLE, bound=math.inf)
+        solved = in_time and problem.sol_status == pulp.LpSolutionOptimal
+        bound = self._native_bound(problem) if any(self._milp.integer) else -math.inf
         values = [variables[f"x{i}"].varValue for i in range(len(self._milp.cost))]
-        if problem.sol_status not in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible) or None in values:
-            return Answer(Outcome.STOPPED, stopped=f"{self._name} says {pulp.LpStatus[problem.status]}")
+        if None in values or not satisfies(self._milp, values, LOOSE):
+            said = f"{pulp.LpStatus[problem.status]} ({pulp.LpSolution[problem.sol_status]})"
+            return Answer(Outcome.STOPPED, bound=bound, stopped=f"{self._name} says {said} and gives no solution")
         cost = _cost(self._milp, values)
-        if problem.sol_status == pulp.LpSolutionOptimal and in_time:
+        if solved:
             given = 0.0 if "gapRel" in options else DEFAULT_GAP
-            return Answer(Outcome.SOLVED, values, cost, cost - max(self._gap, given * abs(cost)))
-        return Answer(Outcome.STOPPED, values, cost, stopped="time limit")
+            return Answer(Outcome.SOLVED, values, cost, max(bound, cost - max(self._gap, given * abs(cost))))
+        return Answer(Outcome.STOPPED, values, cost, min(bound, cost), "time limit")
+
+    def _native_bound(self, problem: Any) -> float:
+        """The bound from the solver's own Python model, where PuLP leaves it and it has one."""
+        read = _NATIVE_BOUNDS.get(self._name)
+        bound = float(read(problem.solverModel)) if read is not None else -math.inf
+        return bound if abs(bound) < 1e20 else -math.inf
 
     def stop(self) -> None:
         """PuLP offers no way; the solver ends at its own time limit."""
@@ -451,6 +467,19 @@ class _Pulp:
 
 def _cost(milp: Milp, values: Sequence[float]) -> float:
     return sum(c * x for c, x in zip(milp.cost, values, strict=True))
+
+
+def satisfies(milp: Milp, values: Sequence[float], tolerance: float = 1e-6) -> bool:
+    """Whether all rows and bounds hold, to a tolerance (relative for what is above 1)."""
+    sums = [0.0] * len(milp.row_lower)
+    for row, x, a in milp.entries:
+        sums[row] += a * values[x]
+
+    def between(low: float, value: float, high: float) -> bool:
+        slack = tolerance * max(1.0, abs(value))
+        return low - slack <= value <= high + slack
+
+    return all(map(between, milp.row_lower, sums, milp.row_upper)) and all(map(between, milp.lower, values, milp.upper))
 
 
 def write_mps(milp: Milp, path: Path) -> None:

@@ -461,6 +461,42 @@ def test_any_solver_of_pulp(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _Pulp(impossible, "COIN_CMD", 10.0, 0.0, None, 0).solve().outcome is Outcome.INFEASIBLE
 
 
+def test_not_solved_does_not_hide_a_solution(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PuLP calls it "Not Solved" when Gurobi meets its time limit with a solution in hand, "Optimal" when CBC does."""
+    numbers = [0.0, 1.0, 1.0, 1.5]
+
+    def stopped(_solver: pulp.COIN_CMD, problem: pulp.LpProblem) -> int:
+        problem.assignVarsVals({f"x{i}": number for i, number in enumerate(numbers)})
+        problem.assignStatus(pulp.LpStatusNotSolved)
+        return pulp.LpStatusNotSolved
+
+    monkeypatch.setattr(pulp.COIN_CMD, "actualSolve", stopped)
+    answer = _Pulp(knapsack(), "COIN_CMD", 10.0, 0.0, None, 0).solve()
+    assert (answer.outcome, answer.values, answer.cost) == (Outcome.STOPPED, numbers, 7.0)
+    assert answer.bound == -math.inf and answer.stopped == "time limit"
+    numbers[1] = 0.0  # breaks a row
+    answer = _Pulp(knapsack(), "COIN_CMD", 10.0, 0.0, None, 0).solve()
+    assert answer.values is None and answer.stopped is not None and "gives no solution" in answer.stopped
+
+
+def test_a_solver_that_refuses_a_model_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_solver: pulp.COIN_CMD, _problem: pulp.LpProblem) -> int:
+        raise RuntimeError("Model too large for size-limited license")
+
+    monkeypatch.setattr(pulp.COIN_CMD, "actualSolve", refuse)
+    with pytest.raises(InputError, match=r"'COIN_CMD' refused a model of 4 variables and 3 rows: Model too large"):
+        _Pulp(knapsack(), "COIN_CMD", 10.0, 0.0, None, 0).solve()
+
+
+@pytest.mark.parametrize(("solver", "name"), [("gurobi", "GUROBI"), ("cplex", "CPLEX_PY"), ("SCIP_PY", "SCIP_PY")])
+def test_licensed_solvers(solver: str, name: str) -> None:
+    if not pulp.getSolver(name, msg=False).available():
+        pytest.skip(f"{name} is not installed or has no licence here")
+    known = solve(chain(8), 5, method="checkmate", gap=0.0, solver=solver)
+    assert (known.time_ns, known.restricted_bound_ns) == (22, 22)
+    assert solve(chain(8), 5, method="checkmate", solver=solver, start=known.schedule).time_ns == 22
+
+
 @pytest.mark.parametrize(
     ("solver", "words"), [("gurobbi", "unknown solver 'gurobbi'"), ("FSCIP_CMD", "not installed or has no licence")]
 )
