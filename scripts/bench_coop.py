@@ -13,17 +13,19 @@ already are not run again.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from graphs.errors import InfeasibleBudget
 from graphs.ir import Graph
 from online.runtime import Run, run
+from planner.bounds import least_bytes
+from planner.budget import resolve_budget
 from planner.plan import with_costs
+from planner.schedule import keep_all
+from planner.simulate import simulate
 
 from .rows import append_row, read_rows
 
@@ -71,11 +73,12 @@ def row_of(done: Run, label: str, share: float, *, smallest: bool) -> dict[str, 
 def rows(graph: Graph, label: str) -> Iterator[dict[str, Any]]:
     """All rows of one graph and rule."""
     heuristic = RULES[label] + "+reclaim"
+    peak_bytes, least = simulate(graph, keep_all(graph)).peak_bytes, least_bytes(graph)
     for share in SHARES:
-        with contextlib.suppress(InfeasibleBudget):
+        if resolve_budget(share, peak_bytes) >= least:
             yield row_of(run(graph, share, heuristic=heuristic), label, share, smallest=False)
     for share in STEPS:
-        with contextlib.suppress(InfeasibleBudget):
+        if resolve_budget(share, peak_bytes) >= least:
             done = run(graph, share, heuristic=heuristic)
             if done.completed:
                 yield row_of(done, label, share, smallest=True)

@@ -78,6 +78,30 @@ def test_an_online_step_is_plain_pytorch_to_the_last_bit_and_byte(case: Case, he
     assert measured.peak_bytes == simulated.peak_bytes <= budget_bytes
 
 
+@pytest.mark.parametrize("heuristic", ["coop", "dtr+arena"])
+def test_address_budgets_hold_on_real_tensors(mlp: Case, heuristic: str) -> None:
+    case = mlp
+    high = 2 * simulate(case.graph, keep_all(case.graph)).peak_bytes
+    low = least_bytes(case.graph)
+    ways = [run(case.graph, low + (high - low) * part // 60, heuristic=heuristic) for part in range(61)]
+    simulated = next(done for done in ways if done.completed)
+    assert simulated.counters.evictions > 0 and simulated.addresses is not None
+    budget_bytes = simulated.budget_bytes
+
+    def once() -> object:
+        return run(case.step, budget_bytes, heuristic=heuristic, execute=True, inputs=case.inputs)
+
+    measured = measure(once, case.step.device, case.graph.resident_bytes, prepare=case.prepare)
+    done = measured.result
+    case.check(done.outcome)  # type: ignore[attr-defined]
+    assert done.schedule == simulated.schedule  # type: ignore[attr-defined]
+    assert measured.peak_bytes == simulated.peak_bytes <= simulated.addresses.reserved_bytes <= budget_bytes
+    short = next(way for way in ways if way.status is RunStatus.OUT_OF_MEMORY)
+    where = rf"needs [\d,]+ bytes in a row, which .* do not have with the allocator {short.allocator}: "
+    with pytest.raises(NoScheduleFound, match=where):
+        run(case.step, short.budget_bytes, heuristic=heuristic, execute=True, inputs=case.inputs)
+
+
 def test_reclaim_changes_the_schedule_and_not_the_answer(case: Case) -> None:
     budget_bytes = tightest(case, "dtr", reclaim=True)
     done = run(case.step, budget_bytes, reclaim=True, execute=True, inputs=case.inputs)
