@@ -220,7 +220,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.check:
             return 0 if fresh == text else 2
         write_whole(page, fresh)
-        if found.rows:
+        if any(row["time_ns"] is not None for row in found.rows):
             draw(found, str(page.with_suffix(".png")))
     except BeladyError as error:
         print(f"methods_doc: {error}", file=sys.stderr)
