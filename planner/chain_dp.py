@@ -56,6 +56,7 @@ class _Plain:
     time_ns: int
     pinned_bytes: int
     loose_bytes: int
+    possible: bool  # whether these ops may run: no op with an outside effect runs again
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,6 @@ class _Link:
 
     input_bytes: int
     live_bytes: int
-    once: bool  # holds an op with an outside effect
     plain: tuple[_Plain, _Plain]
     saved: tuple[tuple[_Saved, ...], tuple[_Saved, ...]]
     alone: tuple[_Alone, ...]
@@ -144,8 +144,9 @@ class ChainProgram:
                 self._time(ops),
                 self._peak(ops, stage.inputs, output, stage.inputs),
                 self._peak(ops, stage.inputs, output),
+                first or not self._effect(ops),
             )
-            for ops in (stage.forward, again)
+            for first, ops in ((True, stage.forward), (False, again))
         ]
         saved: list[list[_Saved]] = [[], []]
         alone: list[_Alone] = []
@@ -154,16 +155,19 @@ class ChainProgram:
             both = (*way.forward, *way.backward)
             if not last:
                 both = self._needed(both, later)
-            alone.append(
-                _Alone(
-                    both,
-                    self._time(both),
-                    self._peak(both, stage.inputs | live, later, stage.inputs),
-                    self._peak(both, stage.inputs | live, later),
+            if last or not self._effect(both):
+                alone.append(
+                    _Alone(
+                        both,
+                        self._time(both),
+                        self._peak(both, stage.inputs | live, later, stage.inputs),
+                        self._peak(both, stage.inputs | live, later),
+                    )
                 )
-            )
-            for first in (0, 1):
-                forward = way.forward if first == 0 else self._needed(way.forward, wanted | output)
+            for later_run in (0, 1):
+                forward = way.forward if not later_run else self._needed(way.forward, wanted | output)
+                if later_run and self._effect(forward):
+                    continue
                 made = {v for i in forward for v in self.graph.ops[i].outputs}
                 kept = frozenset(v for v in wanted if v in made)
                 reads_input = bool(wanted & stage.inputs)
@@ -172,7 +176,7 @@ class ChainProgram:
                     kept |= output
                 held = kept | output | (stage.inputs if reads_input else frozenset())
                 start = live | kept | (stage.inputs if reads_input else frozenset())
-                saved[first].append(
+                saved[later_run].append(
                     _Saved(
                         forward,
                         way.backward,
@@ -187,15 +191,17 @@ class ChainProgram:
                         (self._peak(forward, stage.inputs, held), self._peak(way.backward, start, later)),
                     )
                 )
-        once = any(self.graph.ops[i].effect for i in stage.forward)
         return _Link(
             sum(size[v] for v in stage.inputs),
             live_bytes,
-            once,
             (plain[0], plain[1]),
             (tuple(saved[0]), tuple(saved[1])),
             tuple(alone),
         )
+
+    def _effect(self, ops: Iterable[int]) -> bool:
+        """Whether forward ops among these have an outside effect, so that they may not run again."""
+        return any(self.graph.ops[i].effect and not self.graph.ops[i].backward for i in ops)
 
     def _time(self, ops: Iterable[int]) -> int:
         return sum(self.graph.ops[i].time_ns for i in ops)
@@ -302,16 +308,16 @@ class Tables:
 
     def _splits(self, loose: int, i: int, j: int) -> tuple[int, list[tuple[int, int]]]:
         """For (a): units taken by a loose input, and for k = i+1, … what must be there (units) and the time up to k."""
-        first = 0 if j == len(self._links) - 1 else 1
+        later_run = 0 if j == len(self._links) - 1 else 1
         live = self._links[j].live_bytes
         held = self._links[i].input_bytes if loose else 0
-        peak = held + self._links[i].plain[first].pinned_bytes
+        peak = held + self._links[i].plain[later_run].pinned_bytes
         time_ns = 0
         splits: list[tuple[int, int]] = []
         for at in range(i, j):
-            if self._links[at].once:
+            plain = self._links[at].plain[later_run]
+            if not plain.possible:
                 break
-            plain = self._links[at].plain[first]
             if at > i:
                 peak = max(peak, held + plain.loose_bytes)
             time_ns += plain.time_ns
@@ -320,9 +326,9 @@ class Tables:
 
     def _saving(self, loose: int, i: int, j: int) -> Iterator[tuple[int, int, _Saved]]:
         """For (b): units that must be there, units taken, the way."""
-        first = 0 if j == len(self._links) - 1 else 1
+        later_run = 0 if j == len(self._links) - 1 else 1
         link, live = self._links[i], self._links[j].live_bytes
-        for way in link.saved[first]:
+        for way in link.saved[later_run]:
             ahead, back = way.loose_bytes if loose else way.pinned_bytes
             taken = self._taken(way.saved_bytes + (link.input_bytes if loose and way.reads_input else 0))
             yield max(self._there(live + ahead), self._there(back), taken), taken, way
@@ -361,11 +367,11 @@ class Tables:
             inner = int(not way.saves_output)
             if need <= units and times[inner, i + 1, j, units - taken] + way.time_ns == least:
                 return [_Ops(way.forward), (inner, i + 1, j, units - taken), _Ops(way.backward)]
-        first = 0 if j == len(self._links) - 1 else 1
+        later_run = 0 if j == len(self._links) - 1 else 1
         taken, splits = self._splits(loose, i, j)
         for k, (need, time_ns) in enumerate(splits, start=i + 1):
             if max(need, taken) <= units and times[1, k, j, units - taken] + times[loose, i, k - 1, units] + time_ns == least:
-                run = tuple(op for link in self._links[i:k] for op in link.plain[first].ops)
+                run = tuple(op for link in self._links[i:k] for op in link.plain[later_run].ops)
                 return [_Ops(run), (1, k, j, units - taken), (loose, i, k - 1, units)]
         raise AssertionError("a state of the chain program without a way to go on")
 

@@ -89,6 +89,10 @@ def chain_of_ops(graph: Graph) -> Chain:
     count = forward_count(graph)
     if count == len(graph.ops):
         raise InputError(f"{graph.name} has no backward pass (no op is marked as backward), so there is no chain to reverse")
+    if not count:
+        raise InputError(
+            f"{graph.name} has no forward pass (its first op is marked as backward), so there is no chain to reverse"
+        )
     side: set[int] = set()
     main: list[int] = []
     for i in range(count):

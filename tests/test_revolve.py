@@ -130,3 +130,10 @@ def test_refuses_what_is_no_chain() -> None:
     graph = random_training(6, 0)
     with pytest.raises(InputError, match=r"not a chain at op 4 \(forward_5\): it reads an output of op 1 \(forward_2\)"):
         revolve(graph, 10**9)
+
+
+def test_refuses_an_op_that_may_not_run_again() -> None:
+    graph = chain(4)
+    ops = (*graph.ops[:2], replace(graph.ops[2], effect=True), *graph.ops[3:])
+    with pytest.raises(InputError, match=r"op 2 \(forward_2\) has an outside effect and cannot run again"):
+        revolve(replace(graph, ops=ops), 5)

@@ -178,6 +178,22 @@ def test_refuses_what_is_no_chain(graph: Graph, words: str) -> None:
     assert words in str(error.value) and "\n" not in str(error.value)
 
 
+def test_effects_happen_once() -> None:
+    """No schedule runs the third op again, so that cheaper ones are out of reach; nor does it run two effects out of order."""
+    graph = chain(5)
+    ops = (*graph.ops[:2], replace(graph.ops[2], effect=True), *graph.ops[3:])
+    graph = replace(graph, ops=ops)
+    for budget in range(3, 9):
+        best, found = least_time(graph, budget, keep_order=True), rotor(graph, budget)
+        assert found.time_ns == (best and best[0]), budget
+
+
+def test_refuses_a_graph_that_is_all_backward() -> None:
+    graph = replace(chain(3), ops=tuple(replace(op, backward=True) for op in chain(3).ops))
+    with pytest.raises(InputError, match="no forward pass"):
+        rotor(graph, 10)
+
+
 def test_refuses_a_backward_op_that_needs_an_activation_too_long() -> None:
     graph = chain(4)
     late = replace(graph.ops[-1], inputs=(*graph.ops[-1].inputs, 3))

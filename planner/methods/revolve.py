@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from graphs.errors import InputError
 from graphs.ir import Graph
 from planner.bounds import least_bytes
 from planner.chains import Chain, chain_of_ops
@@ -42,10 +43,17 @@ def solve(
     backward op costs nothing (Aupy, Herrmann, Hovland, Robert, SIAM J. Sci. Comput. 2016). Elsewhere ``bound_ns`` is the keep-all
     time. The number of checkpoints is bisected: more of them take more memory and less time.
 
-    Raises InputError naming the op where the graph is not a chain.
+    Raises InputError naming the op where the graph is not a chain, or where a forward op may not run twice.
     """
     began = time.perf_counter()
     chain = chain_of_ops(graph)
+    for stage in chain.stages:
+        for i in stage.forward:
+            if graph.ops[i].effect:
+                raise InputError(
+                    f"{graph.name}: op {i} ({graph.ops[i].name}) has an outside effect and cannot run again, as Revolve would "
+                    "have it; method rotor takes such chains"
+                )
     steps = len(chain.stages)
     notes: dict[str, Any] = {"stages": steps}
     schedule: Schedule | None = None
