@@ -55,7 +55,8 @@ class Failure:
 
     def __str__(self) -> str:
         largest = ", ".join(f"{name} ({format_bytes(size)})" for name, size in self.held[:3])
-        return f"{len(self.held)} storages cannot be evicted now, the largest: {largest}"
+        row = "" if self.short_bytes is None else f"no {self.short_bytes:,} bytes in a row can be made free; "
+        return f"{row}{len(self.held)} storages cannot be evicted now, the largest: {largest}"
 
 
 @dataclass(frozen=True)
@@ -237,8 +238,8 @@ def run(
         if execution is not None:
             if failure is not None and failure.short_bytes is not None:
                 raise NoScheduleFound(
-                    f"{failure.op} needs {failure.short_bytes:,} bytes in a row, which {budget_bytes:,} bytes "
-                    f"({format_bytes(budget_bytes)}) do not have with the allocator {allocator}: {failure}; give it more memory"
+                    f"{failure.op} does not fit in {budget_bytes:,} bytes ({format_bytes(budget_bytes)}) with the allocator "
+                    f"{allocator}: {failure}; give it more memory"
                 )
             if failure is not None:
                 raise BudgetExceeded(failure.op, failure.asked_bytes, budget_bytes, str(failure))

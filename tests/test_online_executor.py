@@ -97,7 +97,7 @@ def test_address_budgets_hold_on_real_tensors(mlp: Case, heuristic: str) -> None
     assert done.schedule == simulated.schedule  # type: ignore[attr-defined]
     assert measured.peak_bytes == simulated.peak_bytes <= simulated.addresses.reserved_bytes <= budget_bytes
     short = next(way for way in ways if way.status is RunStatus.OUT_OF_MEMORY)
-    where = rf"needs [\d,]+ bytes in a row, which .* do not have with the allocator {short.allocator}: "
+    where = rf"does not fit in .* with the allocator {short.allocator}: no [\d,]+ bytes in a row can be made free; "
     with pytest.raises(NoScheduleFound, match=where):
         run(case.step, short.budget_bytes, heuristic=heuristic, execute=True, inputs=case.inputs)
 
