@@ -57,11 +57,13 @@ FORMS = ("strong", "paper")
 
 SCALE = 1e6  # times and bytes are divided so that totals are about this; solvers work to an absolute 1e-6
 
+COEFFICIENTS = 10_000_000  # of a model at most: some 8 GB with what solvers make of it, and far beyond what any has solved
+
 Held = Sequence[Set[int]]  # for each stage, the values held into it
 
 
-class OutOfTime(Exception):
-    """The deadline passed while a model was built."""
+class Stopped(Exception):
+    """The work cannot go on; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +127,7 @@ def checkmate_model(
     presolve            leave out what cannot matter; the optimum is the same
     recompute_backward  False: backward ops run once, so what they make is held until its last use
     integer             False: the LP relaxation
-    deadline            of ``time.perf_counter``; raises OutOfTime when it passes
+    deadline            of ``time.perf_counter``; raises Stopped when it passes, and where the model gets too large
     """
     count = len(graph.ops)
     if not graph.outputs <= graph.resident | set(graph.ops[-1].outputs):
@@ -156,6 +158,8 @@ def checkmate_model(
         roomy = presolve and _stage_bytes(graph, needed[t], size, rerun[t], t) <= room_bytes
         if roomy or form == "paper":
             _held(model, t)
+        if len(milp.entries) > COEFFICIENTS:
+            raise Stopped(f"the model is too large: {COEFFICIENTS:,} coefficients by stage {t} of {len(graph.ops)}")
         if not roomy:
             _hazards(model, t, size, strong=form == "strong", integer=integer)
             _memory(model, t, size)
@@ -163,9 +167,9 @@ def checkmate_model(
 
 
 def out_of_time(deadline: float) -> None:
-    """Raise OutOfTime where the deadline has passed."""
+    """Raise Stopped where the deadline has passed."""
     if time.perf_counter() > deadline:
-        raise OutOfTime
+        raise Stopped("time limit")
 
 
 def _rerun(milp: Milp, cost: float, *, integer: bool) -> int:

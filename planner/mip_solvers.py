@@ -265,9 +265,17 @@ def cbc_outcome(status: str, log: str) -> tuple[Outcome, bool]:
 
 
 def cbc_bound(log: str) -> float:
-    """The best bound in CBC's log, -inf where there is none. It is rounded there to as many digits as are printed."""
-    found = [float(number) for number in _CBC_BOUND.findall(log)]
+    """The best bound in CBC's log, -inf where there is none; what may have been rounded up in print is lowered."""
+    found = [_at_least(number) for number in _CBC_BOUND.findall(log)]
     return max((b for b in found if abs(b) < 1e49), default=-math.inf)
+
+
+def _at_least(text: str) -> float:
+    """The least number that is printed so. Six digits or three decimals may be all that was printed; fewer are the number itself."""
+    mantissa, _, exponent = text.partition("e")
+    decimals = len(mantissa.partition(".")[2])
+    cut = decimals >= 3 or sum(c.isdigit() for c in mantissa) >= 6
+    return float(text) - (10.0 ** (int(exponent or 0) - decimals) if cut else 0.0)
 
 
 _NUMBER = r"(-?\d+(?:\.\d*)?(?:e[+-]?\d+)?)"
@@ -368,13 +376,11 @@ class _MathOpt:
 
 
 def logged_bound(log: Sequence[str]) -> float:
-    """The best bound in the tables that HiGHS and SCIP log, -inf where there is none, less a unit of the last digit printed."""
+    """The best bound in the tables that HiGHS and SCIP log, -inf where there is none; lowered as for CBC."""
     best = -math.inf
     for line in log:
         if match := _HIGHS_ROW.match(line) or _SCIP_ROW.match(line):
-            mantissa, _, exponent = match[1].partition("e")
-            digits = len(mantissa.partition(".")[2])
-            best = max(best, float(match[1]) - 10.0 ** (int(exponent or 0) - digits))
+            best = max(best, _at_least(match[1]))
     return best
 
 

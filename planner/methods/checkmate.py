@@ -17,7 +17,7 @@ from planner.checkmate_model import (
     FORMS,
     CheckmateModel,
     Form,
-    OutOfTime,
+    Stopped,
     checkmate_model,
     own_runs,
     start_values,
@@ -80,8 +80,8 @@ def solve(
             )
             search.notes.update(solver=solver, variables=len(model.milp.cost), rows=len(model.milp.row_lower))
             _solve(search, model, solver, gap, seed, whole_space=recompute_backward)
-    except OutOfTime:
-        search.notes["stopped"] = "time limit while the model was built"
+    except Stopped as error:
+        search.notes["stopped"] = str(error)
     except KeyboardInterrupt:
         search.notes["stopped"] = "interrupted"
     return Plan.of(

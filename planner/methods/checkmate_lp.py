@@ -16,7 +16,7 @@ from typing import Any, Literal
 from graphs.errors import InputError
 from graphs.ir import Graph
 from planner.bounds import least_bytes
-from planner.checkmate_model import CheckmateModel, Held, OutOfTime, checkmate_model, out_of_time, walk
+from planner.checkmate_model import CheckmateModel, Held, Stopped, checkmate_model, out_of_time, walk
 from planner.milp import Outcome
 from planner.mip_solvers import check_solver, minimise
 from planner.result import Plan
@@ -74,8 +74,8 @@ def solve(
         _run(search, start, allowances)
         if search.best is None and "infeasible" not in search.notes:
             search.notes.setdefault("stopped", "no rounding fits")
-    except OutOfTime:
-        search.notes["stopped"] = "time limit"
+    except Stopped as error:
+        search.notes["stopped"] = str(error)
     except KeyboardInterrupt:
         search.notes["stopped"] = "interrupted"
     return Plan.of(
@@ -142,7 +142,7 @@ class _Search:
     def attempt(self, allowance: float) -> bool:
         """Solve the LP with that share of the free bytes withheld and round it; False where it has no solution.
 
-        Raises OutOfTime where the time limit strikes.
+        Raises Stopped where the time limit strikes.
         """
         if allowance >= self.too_much:
             return False
@@ -160,7 +160,7 @@ class _Search:
         if answer.stopped == "interrupted":
             raise KeyboardInterrupt
         if answer.values is None:
-            raise OutOfTime
+            raise Stopped("time limit")
         self.tried.setdefault(allowance, None)
         for name, held in self._roundings(model, answer.values):
             out_of_time(self.deadline)
