@@ -271,7 +271,7 @@ def cbc_bound(log: str) -> float:
 
 
 def _at_least(text: str) -> float:
-    """The least number that is printed so. Six digits or three decimals may be all that was printed; fewer are the number itself."""
+    """The least number that is printed so: six digits or three decimals may be all that was printed, fewer are the number."""
     mantissa, _, exponent = text.partition("e")
     decimals = len(mantissa.partition(".")[2])
     cut = decimals >= 3 or sum(c.isdigit() for c in mantissa) >= 6
