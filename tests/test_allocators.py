@@ -706,7 +706,7 @@ def test_without_pressure_every_allocator_keeps_all() -> None:
             assert done.schedule == keep_all(graph)
             if done.addresses is not None:
                 assert done.addresses.shortages == 0
-                assert done.addresses.reserved_bytes >= done.peak_bytes
+                assert done.peak_bytes is not None and done.addresses.reserved_bytes >= done.peak_bytes
 
 
 def test_address_runs_say_what_was_short() -> None:
