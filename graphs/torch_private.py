@@ -110,7 +110,7 @@ def replace_content(storage: UntypedStorage, content: UntypedStorage) -> None:
     Before torch 2.12 the content is copied, and both are in memory for a moment (not ``REPLACES_IN_PLACE``).
     """
     if REPLACES_IN_PLACE:
-        storage._swap_data_ptr_(content)
+        storage._swap_data_ptr_(content)  # type: ignore[attr-defined]  # missing in torch's own stubs
     else:
         storage.resize_(content.nbytes())
         storage.copy_(content)

@@ -1,5 +1,7 @@
 """What is decided while running. Imports graphs and planner; importing this room does not import torch."""
 
+from typing import TYPE_CHECKING, Any
+
 from online.allocators import ALLOCATORS, AddressUse
 from online.compare import Comparison, Difference, compare, diff
 from online.engine import Release
@@ -7,6 +9,9 @@ from online.heuristics import ADDRESS_HEURISTICS, HEURISTICS, Heuristic, ablatio
 from online.portfolio import Portfolio, best_run
 from online.replay import Replay, baseline_peak_bytes, replay_log
 from online.runtime import Failure, Run, RunStatus, run
+
+if TYPE_CHECKING:
+    from online.eager import budget
 
 __all__ = [
     "ADDRESS_HEURISTICS",
@@ -25,8 +30,18 @@ __all__ = [
     "ablation",
     "baseline_peak_bytes",
     "best_run",
+    "budget",
     "compare",
     "diff",
     "replay_log",
     "run",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """What needs torch, once it is asked for."""
+    if name == "budget":
+        from online.eager import budget
+
+        return budget
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -22,6 +22,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, UntypedStorage, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -255,7 +256,7 @@ class _Recipe:
 
 
 def _copy(storage: UntypedStorage) -> UntypedStorage:
-    copy = UntypedStorage(storage.nbytes(), device=storage.device)
+    copy = UntypedStorage(storage.nbytes(), device=storage.device)  # type: ignore[no-untyped-call]
     copy.copy_(storage)
     return copy
 
@@ -291,33 +292,34 @@ class _Kind:
     """What is true of every call of an operator.
 
     name     for people and reports
-    view     makes views and nothing else
+    looks    makes nothing but views and numbers
     written  places of arguments it writes to (a name where it is given by keyword)
     scratch  places of arguments it writes to although what it returns does not depend on them
-    gives_tensors, gives_back  returns tensors; returns nothing but the tensors it writes to
+    gives_back  returns nothing but the tensors it writes to
     random   draws random numbers
     acts     on the outside world, so that it must not run twice
     moves    puts a tensor on another storage or changes the size of one
     """
 
-    __slots__ = ("acts", "gives_back", "gives_tensors", "moves", "name", "random", "scratch", "view", "written")
+    __slots__ = ("acts", "gives_back", "looks", "moves", "name", "random", "scratch", "written")
 
     def __init__(self, func: Any) -> None:
         schema = func._schema
         packet = func.name().partition(".")[0]
         self.name = packet.replace("::", ".")
-        self.view = func.is_view
         self.scratch: tuple[int, ...] = ()
         writes = [at for at, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
         if packet in _BATCH_NORMS:  # most schemas do not say that running statistics are written
             self.scratch = (3, 4)
             writes = [at for at in writes if at not in self.scratch]
         self.written = tuple((at, schema.arguments[at].name) for at in writes)
-        self.gives_tensors = any("Tensor" in str(r.type) for r in schema.returns)
+        gives_tensors = any("Tensor" in str(r.type) for r in schema.returns)
         self.gives_back = bool(self.written) and all(r.alias_info is not None for r in schema.returns)
         self.random = torch.Tag.nondeterministic_seeded in func.tags
-        self.acts = not self.written and not schema.returns or func.namespace in ("c10d", "_c10d_functional")
+        self.acts = (not self.written and not schema.returns) or func.namespace in ("c10d", "_c10d_functional")
         self.moves = packet in ("aten::set_", "aten::resize_", "aten::resize_as_")
+        makes_views = func.is_view or torch.Tag.inplace_view in func.tags
+        self.looks = not self.moves and (makes_views or not (gives_tensors or self.written or self.acts))
 
 
 _BATCH_NORMS = frozenset(
@@ -472,6 +474,7 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
                 self._meet(tensor, resident=True)
             self._holding = ()
             self._interposed.enter_context(cast(Any, register_module_forward_pre_hook(self._meet_module)))
+            self._interposed.callback(register_optimizer_step_post_hook(self._keep_state).remove)
             self._interposed.enter_context(_RawReads(self))
             self._interposed.enter_context(_Operators(self))
         except BaseException:
@@ -550,7 +553,7 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
         if self._dead or self._unread:
             self._bury()
         kind = _kind(func)
-        if kind.view or not kind.gives_tensors and not kind.acts:
+        if kind.looks:
             return self._look(func, args, kwargs)
         read: list[_Content] = []
         key: list[Any] = [func]
@@ -737,8 +740,8 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
             self._engine.let_go_of_all()
             self._thrashed = True
             raise NoScheduleFound(
-                f"recomputation for {name} makes the block take more than {self._engine.thrash_limit:g} times as long as without a "
-                f"budget of {self.budget_bytes:,} bytes; give it more memory, a higher thrash_limit or another heuristic"
+                f"recomputation for {name} makes the block take more than {self._engine.thrash_limit:g} times as long as without "
+                f"the budget of {self.budget_bytes:,} bytes; give it more memory, a higher thrash_limit or another heuristic"
             ) from None
         except BaseException:
             self._engine.let_go_of_all()
@@ -828,7 +831,7 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
         self._note(content, None)
         self._attach(content, storage)
         if tensor.is_leaf and tensor.requires_grad:
-            handle = tensor.register_post_accumulate_grad_hook(self._keep_gradient)
+            handle = tensor.register_post_accumulate_grad_hook(self._keep_gradient)  # type: ignore[no-untyped-call]
             self._interposed.callback(handle.remove)
         return content
 
@@ -836,6 +839,11 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
         """A gradient has reached its parameter. It is to be there at the end, and what it came from is about to go."""
         if leaf.grad is not None and leaf.grad.layout is torch.strided:
             self._keep(self._content(leaf.grad), "a gradient")
+
+    def _keep_state(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """After a step of an optimizer: its state stays, as it could be made again only from the gradients of all steps."""
+        for tensor in _tensors_in(optimizer.state):
+            self._fix(self._content(tensor), "the state of an optimizer")
 
     def _meet_module(self, module: nn.Module, inputs: Any) -> None:
         """At the first call of a module: all it holds is in memory from now on at the latest."""
