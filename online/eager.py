@@ -49,7 +49,7 @@ from planner.simulate import Trace, simulate
 
 Holding = Tensor | nn.Module | torch.optim.Optimizer | Mapping[Any, Any] | Iterable[Any]
 
-_BACKGROUND: list[EagerRun] = []  # the run that is under way, if one is
+_UNDER_WAY: list[EagerRun] = []  # the run that is under way, if one is
 
 
 def budget(
@@ -464,11 +464,11 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
     # The block
 
     def __enter__(self) -> EagerRun:
-        if _BACKGROUND:
+        if _UNDER_WAY:
             raise InputError("a block under a budget cannot hold another one")
         if self._graph is not None:
             raise InputError("this run is over; call budget() again for another one")
-        _BACKGROUND.append(self)
+        _UNDER_WAY.append(self)
         try:
             for tensor in _tensors_in(self._holding):
                 self._meet(tensor, resident=True)
@@ -479,7 +479,7 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
             self._interposed.enter_context(_Operators(self))
         except BaseException:
             self._interposed.close()
-            _BACKGROUND.remove(self)
+            _UNDER_WAY.remove(self)
             raise
         self._wall_s = time.perf_counter()
         return self
@@ -490,7 +490,7 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
         try:
             self._settle(failed=error is not None)
         finally:
-            _BACKGROUND.remove(self)
+            _UNDER_WAY.remove(self)
 
     @property
     def counters(self) -> Counters:
@@ -650,7 +650,10 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
 
     def _look(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Make views or read numbers: nothing is allocated, but what is read has to be there."""
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if args and isinstance(args[0], Tensor) and func.is_view:  # of its first argument, as a rule
+            tensors = [argument for argument in args if isinstance(argument, Tensor)]
+        else:
+            tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if len(tensors) == 1:
             content = self._content(tensors[0])
             if content.tensor >= 0:
