@@ -228,7 +228,8 @@ def _chain(graph: Graph, forwards: Iterable[Sequence[int]], carried: frozenset[i
 def _levels(graph: Graph, stage_of: dict[int, int], inputs: Sequence[frozenset[int]], carried: Collection[int]) -> dict[int, int]:
     """The stage of each backward op: the last one at which all it reads can be there.
 
-    Ops that read resident values only go with their first reader. Random ops and ops with effects keep their order.
+    Ops that read resident values only go with their first reader; ops that read gradients only wait while those are held anyway.
+    Random ops and ops with effects keep their order.
     """
     count, last = forward_count(graph), len(inputs) - 1
     level: dict[int, int] = {}
@@ -249,6 +250,14 @@ def _levels(graph: Graph, stage_of: dict[int, int], inputs: Sequence[frozenset[i
         elif all(graph.producer[v] < 0 or graph.producer[v] in loose for v in op.inputs):
             loose[i] = None
         level[i] = at
-    for i in reversed(loose):
-        level[i] = max((level[c] for v in graph.ops[i].outputs for c in graph.consumers[v]), default=0)
+    for i in reversed(range(count, len(graph.ops))):
+        op = graph.ops[i]
+        latest = max((level[c] for v in op.outputs for c in graph.consumers[v]), default=0)
+        if i in loose:
+            level[i] = latest
+        elif not op.random and not op.effect and all(graph.producer[v] < 0 or graph.producer[v] >= count for v in op.inputs):
+            # Gradients that others read later are held till then: the op loses nothing by waiting for them, and its outputs gain.
+            others = [[level[c] for c in graph.consumers[v] if c != i] for v in op.inputs if graph.producer[v] >= 0]
+            if all(others):
+                level[i] = min(level[i], max(latest, *(min(levels) for levels in others)))
     return level

@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from graphs import Graph, InputError
+from graphs.importers import load_checkmate
+from graphs.importers.checkmate import COST_UNIT_NS
 from graphs.synthetic import chain, random_training
 from planner import Status, keep_all, simulate, solve
 from planner.blocks import Block, BlockSolver, blocks
@@ -32,6 +35,24 @@ def solver(peaks: int = 4, saves: int = 6) -> BlockSolver:
 @pytest.mark.parametrize(("budget", "runs"), UNIT_CHAIN)
 def test_unit_chain_of_eight_layers(budget: int, runs: int) -> None:
     assert solve(chain(8), budget, method="rockmate").time_ns == runs
+
+
+@pytest.mark.parametrize(
+    ("name", "gigabytes", "cost", "above"),
+    [
+        ("vgg16_176", 10, 250_600, 0.0),
+        ("vgg16_176", 9, 251_383, 0.0),
+        ("vgg16_176", 8, 255_828, 0.0),
+        ("resnet50_184", 10, 108_048, 0.04),
+        ("resnet50_184", 8, 110_154, 0.05),
+    ],
+)
+def test_published_instances(data: Path, name: str, gigabytes: int, cost: int, above: float) -> None:
+    """VGG16 is a chain of short blocks: Rockmate finds the published optima. On ResNet-50 it stays a little above them."""
+    graph = load_checkmate(data / "checkmate_instances" / f"{name}.json")
+    found = rockmate(graph, gigabytes * 2**30)
+    assert found.time_ns is not None
+    assert cost <= found.time_ns // COST_UNIT_NS <= (1 + above) * cost
 
 
 def test_never_worse_than_rotor_on_chains() -> None:
