@@ -152,7 +152,9 @@ class BlockSolver:
                 if runs is None:
                     if exact:
                         break  # infeasible: with fewer bytes saved too
-                    runs = ListWalk(graph, peak_bytes)()
+                    walk = ListWalk(graph, peak_bytes)
+                    walked = walk()
+                    runs = walked.runs.tolist() if walk.complete(walked) else None
                 if runs is not None and runs not in found:
                     found.append(runs)
                 if runs is not None and exact:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from graphs.ir import Graph
-from planner.list_walk import ListWalk
 from planner.schedule import Schedule, keep_all, with_frees
 from planner.simulate import simulate
 
@@ -23,17 +22,20 @@ def least_bytes(graph: Graph) -> int:
 def smallest_known(graph: Graph) -> tuple[int, Schedule]:
     """Smallest peak of the schedules that list walks find, and that schedule.
 
-    The walk is run at budgets bisected between ``least_bytes`` and the keep-all peak, to within 0.5 %.
+    A weight search is started at budgets bisected between ``least_bytes`` and the keep-all peak, to within 0.5 %.
     """
+    from planner.weight_search import WeightSearch  # compiled code: half a second to import
+
     best = keep_all(graph)
     works = simulate(graph, best).peak_bytes
     fails = least_bytes(graph) - 1
     while works - fails > max(1, works // 200):
         middle = (works + fails) // 2
-        runs = ListWalk(graph, middle)(run_limit=4 * len(graph.ops))
-        if runs is None:
+        walks = WeightSearch(graph, middle, seed=0)
+        walks.start()
+        if walks.runs is None:
             fails = middle
         else:
-            best = with_frees(graph, runs)
+            best = with_frees(graph, walks.runs.tolist())
             works = simulate(graph, best).peak_bytes
     return works, best

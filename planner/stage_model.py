@@ -6,6 +6,7 @@ use`` means: by an op that runs for the first time in the stage.
 
     K[j, x] ∈ {0, 1}   value x is in memory when t_j has just run, its inputs not yet freed
     R[j, v] ∈ {0, 1}   op v ≤ t_j runs again in stage j
+    Z[i, j, v] ∈ [0, 1]  op v ≤ t_i runs again in some of the stages i … j; Z[j, j, v] is R[j, v]
     L[x]    ∈ [0, 1]   value x is live inside a stage, when op v has just run again there (one L for each inside row)
 
     minimise   Σ time(v) · R[j, v]
@@ -14,6 +15,7 @@ use`` means: by an op that runs for the first time in the stage.
     first use  K[j, x] + R[j, prod(x)] ≥ 1          x made by t_j or before
     re-use     K[j, x] + R[j, prod(x)] ≥ R[j, v]    x an input of v
     carry      K[j, x] + R[j, prod(x)] ≥ K[j+1, x]  x made by t_j or before
+    spans      Z[i, j, v] ≤ Z[i, j-1, v] + R[j, v]; first use, re-use and carry for K[i], Z[i, j], K[j+1] too
     inside     Σ_x bytes(x) · L[x] + (bytes of v's outputs + workspace(v)) · R[j, v] + resident ≤ budget
                for op v in stage j = (w - 1, w]: an event, and the next first execution an event too
                  x made before v:   L[x] ≥ R[j, u] for consumers u ≥ v;  L[x] ≥ K[j+1, x];  L[x] ≥ 1 if w reads x
@@ -23,6 +25,9 @@ This is Checkmate's MILP (Jain et al., MLSys 2020, eq. 9), for values instead of
 out. Every schedule with this order of first executions satisfies all but the inside rows, so without them the optimum
 bounds its extra time from below, for any events. Inside rows hold for Checkmate's space only: between two first
 executions every op runs again at most once, in op order.
+
+The spans say nothing new about whole numbers. Without them the LP re-runs an op by halves in two stages and asks only
+for half of its inputs each time, so that more events make it weaker; with them it is no weaker than each event alone.
 
 What cannot matter has no variable: an op with an effect has no R; a value that nothing after t_j can need, not even through
 re-runs, no K. Values that are tiny even all together count as kept for free (the bound stays a bound).
@@ -39,6 +44,8 @@ from planner.milp import Answer, Milp
 
 SCALE = 1e6  # times and bytes are divided so that totals are about this; HiGHS works to an absolute 1e-6
 TINY = 1e-5  # share of the budget that all values without variables may take together
+
+SPAN_VARIABLES = 15_000  # Z variables of one model at most; the longest spans come first, then the shortest
 
 Inside = tuple[int, int]  # (w, v): the row for re-running op v between the first executions of w - 1 and w
 
@@ -108,29 +115,57 @@ def stage_model(graph: Graph, budget_bytes: int, events: Sequence[int], inside: 
         dead = sum(size[x] for x in running[j] - needed[j])
         fixed = graph.resident_bytes + graph.ops[t].workspace_bytes + dead
         milp.at_most((budget_bytes - fixed) / unit_bytes, [(k, size[x] / unit_bytes) for x, k in keep[j].items()])
-        _use_and_carry(model, j)
+        _use_and_carry(model, j, j, rerun[j])
+    _spans(model)
     for w, v in inside:
         _inside(model, w, v, budget_bytes, unit_bytes)
     return model
 
 
-def _use_and_carry(model: StageModel, j: int) -> None:
-    """First use, re-use and carry of stage ``j``; a first use implies the other two."""
-    graph, milp, keep, rerun = model.graph, model.milp, model.keep[j], model.rerun[j]
-    t, is_last = model.events[j], j + 1 == len(model.events)
+def _use_and_carry(model: StageModel, i: int, j: int, again: dict[int, int]) -> None:
+    """First use, re-use and carry of the stages ``i`` to ``j`` taken as one; ``again`` is R or Z. First use implies the rest."""
+    graph, milp, keep = model.graph, model.milp, model.keep[i]
+    is_last = j + 1 == len(model.events)
     until = len(graph.ops) - 1 if is_last else model.events[j + 1]
-    have = {x: [k] if (r := rerun.get(graph.producer[x])) is None else [k, r] for x, k in keep.items()}
-    used = {x for i in range(t + 1, until + 1) for x in graph.ops[i].inputs if x in keep}
+    have = {x: [k] if (r := again.get(graph.producer[x])) is None else [k, r] for x, k in keep.items()}
+    used = {x for u in range(model.events[i] + 1, until + 1) for x in graph.ops[u].inputs if x in keep}
     for x in sorted(used):
         milp.at_least(1.0, have[x])
-    for v, again in rerun.items():
+    for v, run in again.items():
         for x in graph.ops[v].inputs:
             if x in keep and x not in used:
-                milp.at_least(0.0, have[x], [again])
+                milp.at_least(0.0, have[x], [run])
     if not is_last:
         for x, later in model.keep[j + 1].items():
             if x in keep and x not in used:
                 milp.at_least(0.0, have[x], [later])
+
+
+def _spans(model: StageModel) -> None:
+    """Tighten the LP: what holds for one stage holds for several in a row."""
+    count = len(model.events)
+    spans = sorted(
+        ((i, j) for i in range(count) for j in range(i + 1, count)), key=lambda s: (s[1] < count - 1, s[1] - s[0], s[0])
+    )
+    room = SPAN_VARIABLES
+    chosen: set[tuple[int, int]] = set()
+    for i, j in spans:
+        room -= len(model.rerun[i])
+        if room < 0:
+            break
+        chosen.add((i, j))
+    for i in range(count):
+        shorter = {v: [r] for v, r in model.rerun[i].items()}  # what Z up to the stage before may not exceed
+        for j in range(i + 1, count):
+            for v, parts in shorter.items():
+                if v in model.rerun[j]:
+                    parts.append(model.rerun[j][v])
+            if (i, j) in chosen:
+                span = {v: model.milp.fraction() for v in shorter}
+                for v, z in span.items():
+                    model.milp.at_least(0.0, shorter[v], [z])
+                _use_and_carry(model, i, j, span)
+                shorter = {v: [z] for v, z in span.items()}
 
 
 def _inside(model: StageModel, w: int, v: int, budget_bytes: int, unit_bytes: float) -> None:

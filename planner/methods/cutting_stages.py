@@ -13,7 +13,8 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 from graphs.ir import Graph
 from planner.bounds import least_bytes
@@ -22,12 +23,15 @@ from planner.result import Plan
 from planner.schedule import Compute, Schedule, keep_all, with_frees
 from planner.simulate import simulate
 from planner.stage_model import Inside, StageModel, stage_model, walk, with_end
-from planner.weight_search import WeightSearch
+
+if TYPE_CHECKING:
+    from planner.weight_search import WeightSearch
 
 METHOD = "cutting_stages"
 SHRINK = (0.97, 0.94, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5)  # budgets of the one-event MILPs that guide list walks
 NEW_PER_ROUND = 2  # events or rows added a round at most
-WORK = 20_000  # ops that list walks may run in the first round; more each round
+WORK = 50_000  # ops that list walks may run in the first round; twice as many in each further one, up to
+MOST_WORK = 800_000
 IDLE_ROUNDS = 10  # stop after as many searches in a row that found nothing, when there is no event left to add
 NODES = 2_000  # branch-and-bound nodes of one MILP at most
 CHEAP_ROUNDS, CHEAP_VARIABLES = 3, 4_000  # what is this small is solved more exactly than asked:
@@ -87,11 +91,12 @@ def _run(search: _Search, start: Schedule | None) -> None:
     search.offer(start, "start")
     if search.closed(search.gap):
         return
-    search.walks.start()
-    search.take_walk()
     tightest = _next_first_run(graph, whole, simulate(graph, whole).peak_step)
     if _rounds(search, tightest):
         _search_on(search)
+    if search.best is None and "infeasible" not in search.notes:  # no time for more
+        search.walks.start()
+        search.take_walk()
 
 
 def _rounds(search: _Search, tightest: int) -> bool:
@@ -121,10 +126,11 @@ def _rounds(search: _Search, tightest: int) -> bool:
         search.offer(schedule, "walk")
         if search.closed(aim):
             return False
-        search.walks.guide(list(zip(events, kept, strict=True)))
         if round_ == 1:
+            search.walks.start()
             _guide(search, closed_graph, tightest)
-        search.walks.improve(min(round_, 5) * WORK)
+        search.walks.guide(list(zip(events, kept, strict=True)))
+        search.walks.improve(min(WORK * 2 ** (round_ - 1), MOST_WORK))
         search.take_walk()
         if search.closed(aim):
             return False
@@ -159,7 +165,7 @@ def _search_on(search: _Search) -> None:
     idle = 0
     while idle < IDLE_ROUNDS and not search.closed(search.gap):
         before = search.walks.time_ns
-        search.walks.improve(WORK)
+        search.walks.improve(MOST_WORK)
         search.take_walk()
         idle = 0 if search.walks.time_ns < before else idle + 1
 
@@ -236,7 +242,13 @@ class _Search:
 
     def __post_init__(self) -> None:
         self.base = self.bound_ns = self.graph.keep_all_time_ns
-        self.walks = WeightSearch(self.graph, self.budget_bytes, self.seed)
+
+    @cached_property
+    def walks(self) -> WeightSearch:
+        """The list walks. Made when first asked for: many budgets need none, and their compiled code takes time to load."""
+        from planner.weight_search import WeightSearch
+
+        return WeightSearch(self.graph, self.budget_bytes, self.seed)
 
     @property
     def left_s(self) -> float:
@@ -270,7 +282,7 @@ class _Search:
     def take_walk(self) -> None:
         """Offer the best list walk, where it is news."""
         if self.walks.runs is not None and (self.time_ns is None or self.walks.time_ns < self.time_ns):
-            self.offer(with_frees(self.graph, self.walks.runs), "list walk")
+            self.offer(with_frees(self.graph, self.walks.runs.tolist()), "list walk")
 
     def raise_bound(self, bound_ns: int | None, *, restricted: bool) -> None:
         """Note a proved bound. A schedule in hand caps it: that is then optimal, whatever else rounding may say."""
