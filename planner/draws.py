@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from contextvars import ContextVar
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, fx
@@ -15,7 +17,8 @@ from graphs.rewrite import attribute, tensors_of
 
 def generator_state(where: torch.device | torch.Generator) -> Tensor:
     """State of a generator (of the default one of a device), on the host. Called by generated code."""
-    return _generator(where).get_state()
+    repeats = _repeats.get()
+    return _generator(where).get_state() if repeats is None else repeats.first(_generator(where))
 
 
 def repeat_draw(state: Tensor, where: torch.device | torch.Generator, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -24,6 +27,8 @@ def repeat_draw(state: Tensor, where: torch.device | torch.Generator, call: Call
     Called by generated code.
     """
     generator = _generator(where)
+    if (repeats := _repeats.get()) is not None:
+        return repeats.again(state, generator, functools.partial(call, *args, **kwargs))
     now = generator.get_state()
     generator.set_state(state)
     try:
@@ -72,3 +77,26 @@ def undone_on_failure(generators: tuple[torch.Generator, ...]) -> Iterator[None]
         for generator, state in zip(generators, states, strict=True):
             generator.set_state(state)
         raise
+
+
+class Repeats(Protocol):
+    """Another way to make repeated draws, where a generator cannot be read on the host (CUDA graphs)."""
+
+    def first(self, generator: torch.Generator) -> Tensor:
+        """In place of ``generator_state``."""
+
+    def again(self, state: Tensor, generator: torch.Generator, call: Callable[[], Any]) -> Any:
+        """In place of ``repeat_draw``."""
+
+
+_repeats: ContextVar[Repeats | None] = ContextVar("repeats", default=None)
+
+
+@contextlib.contextmanager
+def repeats_by(repeats: Repeats | None) -> Iterator[None]:
+    """Have generated code that runs inside make its repeated draws so; None: as always."""
+    token = _repeats.set(repeats)
+    try:
+        yield
+    finally:
+        _repeats.reset(token)

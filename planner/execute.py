@@ -165,7 +165,7 @@ class PlannedModule(nn.Module):
             undo.undo()
             raise
 
-    def _run_forward(self, bound: list[Tensor], undo: Undo) -> tuple[Tensor, _Kept]:
+    def _run_forward(self, bound: list[Tensor], undo: Undo) -> tuple[Tensor, Kept]:
         """Run the first half: the loss, and what the second needs."""
         halves = self._halves
         with as_captured(self.step):
@@ -188,9 +188,9 @@ class PlannedModule(nn.Module):
             if halves.loss_at is not None:
                 watched[halves.loss_at] = "the loss"
             undo.seal()
-        return loss.detach(), _Kept(given, [(name, given[at]) for at, name in watched.items()], undo)
+        return loss.detach(), Kept(given, [(name, given[at]) for at, name in watched.items()], undo)
 
-    def _run_backward(self, kept: _Kept, tangent: Tensor) -> list[Tensor]:
+    def _run_backward(self, kept: Kept, tangent: Tensor) -> list[Tensor]:
         """Run the second half: the gradients."""
         given = kept.release()
         if self._halves.tangent_at is not None:
@@ -298,7 +298,7 @@ class _Train(torch.autograd.Function):
             raise
 
 
-class _Kept:
+class Kept:
     """What the second half needs, from the end of the first until it starts.
 
     given    all of it, in the order of the second half

@@ -141,14 +141,21 @@ class Plan:
             "max_grad_error": None,
         }
 
-    def module(self) -> PlannedModule:
-        """An ``nn.Module`` that trains with this plan. Needs a captured model and a schedule."""
-        from planner.execute import PlannedModule
+    def module(self, *, cuda_graph: bool = False) -> PlannedModule:
+        """An ``nn.Module`` that trains with this plan. Needs a captured model and a schedule.
 
+        cuda_graph  capture the step once and replay it, so that ops cost no host time (see ``planner.cuda_graph.GraphedModule``)
+        """
         if self.step is None:
             raise InputError(f"the plan for {self.graph.name} has no captured model behind it, so there is nothing to train")
         if self.schedule is None:
             raise InputError(f"no schedule was found for {self.graph.name} in {self.budget_bytes:,} bytes: nothing to run")
+        if cuda_graph:
+            from planner.cuda_graph import GraphedModule
+
+            return GraphedModule(self.step, self.schedule, self.budget_bytes)
+        from planner.execute import PlannedModule
+
         return PlannedModule(self.step, self.schedule, self.budget_bytes)
 
     def save(self, path: str | os.PathLike[str]) -> None:

@@ -37,6 +37,16 @@ class Undo:
         a.bitwise_xor_(b)
         return new
 
+    @property
+    def written(self) -> list[tuple[Tensor, Tensor]]:
+        """Buffers and what holds their old content, at the end of a call."""
+        return self._copied + [(a, b) for a, b, _ in self._swapped]
+
+    def wrote(self, buffer: Tensor, old: Tensor) -> None:
+        """A buffer was written to where its version counter does not see it (a CUDA graph); ``old`` holds its old content."""
+        torch.autograd.graph.increment_version(buffer)
+        self._copied.append((buffer, old))
+
     def seal(self) -> None:
         """The call is done."""
         self._after = [generator.get_state() for generator in self._generators]

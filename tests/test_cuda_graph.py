@@ -1,0 +1,336 @@
+"""A planned step as CUDA graphs: everything but the capture itself on the CPU, the capture where there is a device."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from graphs.capture import capture
+from graphs.costs import roofline
+from graphs.errors import InputError
+from graphs.torch_private import storage_key
+from planner.cuda_graph import GraphedModule, Run
+from planner.execute import PlannedModule
+from planner.graph_draws import GraphRepeats
+from planner.plan import plan
+
+
+class HostRecorder:
+    """Stands in for CUDA graphs: a replay runs the code again on the tensors it was recorded with and copies what it makes to
+    where the first run left it. Code that would read anything else than those tensors fails here too."""
+
+    def __init__(self) -> None:
+        self.captures = 0
+
+    def repeats(self) -> None:
+        return None
+
+    def warm_up(self, run: Callable[[], object]) -> None:
+        run()
+
+    def capture(
+        self, run: Run, given: list[Tensor], generators: Sequence[torch.Generator]
+    ) -> tuple[list[Tensor], Callable[[], object]]:
+        self.captures += 1
+        kept = list(given)
+        contents = [tensor.detach().clone() for tensor in given]
+        states = [generator.get_state() for generator in generators]
+        made = run(given)
+        for tensor, content in zip(kept, contents, strict=True):  # a capture runs nothing
+            tensor.data.copy_(content)
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
+        places = list(made)
+
+        @torch.no_grad()
+        def replay() -> None:
+            for place, tensor in zip(places, run(list(kept)), strict=True):
+                if place.data_ptr() != tensor.data_ptr():
+                    place.data.copy_(tensor)  # as a kernel writes: no version counter sees it
+
+        return made, replay
+
+
+class Net(nn.Module):
+    """Batch norm and dropout, deep enough to be cut."""
+
+    def __init__(self, width: int = 32, depth: int = 5, p: float = 0.3) -> None:
+        super().__init__()
+        self.lins = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
+        self.norms = nn.ModuleList(nn.BatchNorm1d(width) for _ in range(depth))
+        self.p = p
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for lin, norm in zip(self.lins, self.norms, strict=True):
+            x = F.dropout(F.gelu(norm(lin(x))), self.p, self.training)
+        return F.cross_entropy(x, y)
+
+
+def batches(count: int) -> Iterator[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(count):
+        yield torch.randn(256, 32, generator=generator), torch.randint(32, (256,), generator=generator)
+
+
+def graphed(model: nn.Module, budget: float = 0.7) -> tuple[GraphedModule, HostRecorder]:
+    step = roofline(capture(model, next(batches(1))))
+    found = plan(step, budget)
+    assert found.schedule is not None
+    recorder = HostRecorder()
+    return GraphedModule(step, found.schedule, found.budget_bytes, recorder=recorder), recorder
+
+
+def state(model: nn.Module) -> dict[str, Tensor]:
+    grads = {f"grad {n}": p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return {n: t.detach().clone() for n, t in [*model.state_dict().items(), *grads.items()]}
+
+
+def assert_same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
+    assert a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a), [n for n in a if not torch.equal(a[n], b[n])]
+
+
+def test_trains_as_plain_pytorch_does() -> None:
+    torch.manual_seed(0)
+    plain = Net()
+    module, recorder = graphed(copy.deepcopy(plain))
+    ends = []
+    for model in (plain, module):
+        torch.manual_seed(5)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        losses = []
+        for x, y in batches(6):
+            optimizer.zero_grad()
+            loss = model(x, y)
+            (loss * 2).backward()  # the gradient of the loss is not one, as with a GradScaler
+            optimizer.step()
+            losses.append(loss.item())
+        ends.append((losses, state(model), torch.get_rng_state()))
+    assert ends[0][0] == ends[1][0]
+    assert_same(ends[0][1], ends[1][1])
+    assert torch.equal(ends[0][2], ends[1][2])
+    assert recorder.captures == 2
+
+
+def test_gradients_add_up_over_calls() -> None:
+    torch.manual_seed(0)
+    plain = Net()
+    module, _ = graphed(copy.deepcopy(plain))
+    for model in (plain, module):
+        torch.manual_seed(5)
+        for x, y in batches(3):
+            model(x, y).backward()
+    assert_same(state(plain), state(module))
+
+
+def test_gradients_lie_in_the_memory_of_the_graph_until_the_next_call() -> None:
+    module, _ = graphed(Net())
+    x, y = next(batches(1))
+    module(x, y).backward()
+    first = [p.grad for p in module.parameters()]
+    ours = {storage_key(g) for g in module._recorded.gradients}
+    assert all(storage_key(g) in ours for g in first)  # no copy
+    contents = [g.clone() for g in first]
+    loss = module(x, y)
+    assert all(storage_key(p.grad) not in ours for p in module.parameters())
+    assert all(torch.equal(p.grad, g) for p, g in zip(module.parameters(), contents, strict=True))
+    loss.backward()
+
+
+def test_a_loss_whose_values_were_taken_has_no_backward() -> None:
+    module, _ = graphed(Net())
+    x, y = next(batches(1))
+    first, second = module(x, y), module(x, y)
+    with pytest.raises(InputError, match="a later call has taken their memory"):
+        first.backward()
+    second.backward()
+    with pytest.raises(InputError, match="backward ran before"):
+        second.backward()
+
+
+def test_a_parameter_changed_between_call_and_backward_is_noticed() -> None:
+    module, _ = graphed(Net())
+    loss = module(*next(batches(1)))
+    with torch.no_grad():
+        module.step.model.lins[2].weight.mul_(2)
+    with pytest.raises(InputError, match=r"lins.2.weight was changed in place"):
+        loss.backward()
+
+
+def test_a_failed_backward_takes_buffers_and_draws_back() -> None:
+    module, _ = graphed(Net())
+    x, y = next(batches(1))
+    module(x, y).backward()
+    before, generator = state(module), torch.get_rng_state()
+    loss = module(x, y)
+    assert not torch.equal(module.step.model.norms[0].running_mean, before["norms.0.running_mean"])
+    with torch.no_grad():
+        module.step.model.lins[2].weight.add_(0)
+    with pytest.raises(InputError):
+        loss.backward()
+    assert_same(before, state(module))
+    assert torch.equal(generator, torch.get_rng_state())
+
+
+def test_captures_again_only_where_memory_moved() -> None:
+    module, recorder = graphed(Net())
+    x, y = next(batches(1))
+    module(x, y).backward()
+    module.load_state_dict(module.state_dict())
+    module(x, y).backward()
+    assert recorder.captures == 2
+    module.step.model.lins[0].weight.data = module.step.model.lins[0].weight.data.clone()
+    module(x, y).backward()
+    assert recorder.captures == 4
+    module.release()
+    assert module.static_inputs == ()
+    module(x, y)
+    assert recorder.captures == 6
+
+
+def test_static_inputs_are_used_where_they_are() -> None:
+    module, _ = graphed(Net(p=0.0))
+    (x, y), (x2, y2) = batches(2)
+    module(x, y)
+    static = module.static_inputs
+    assert [t.shape for t in static] == [x.shape, y.shape]
+    for place, content in zip(static, (x2, y2), strict=True):
+        place.copy_(content)
+    assert torch.equal(module(*static), module(x2, y2))
+    assert all(a is b for a, b in zip(static, module.static_inputs, strict=True))
+
+
+def test_without_gradients_and_in_evaluation() -> None:
+    torch.manual_seed(0)
+    plain = Net(p=0.0)
+    module, _ = graphed(copy.deepcopy(plain))
+    x, y = next(batches(1))
+    with torch.no_grad():
+        assert torch.equal(module(x, y), plain(x, y))
+    module.eval(), plain.eval()
+    assert torch.equal(module(x, y), plain(x, y))
+
+
+def test_what_cannot_be_captured_is_said_once_and_for_all() -> None:
+    class Refusing(HostRecorder):
+        def capture(self, run: Run, given: list[Tensor], generators: Sequence[torch.Generator]) -> Any:
+            raise RuntimeError("operation not permitted when stream is capturing\nCUDA kernel errors might be ...")
+
+    step = roofline(capture(Net(), next(batches(1))))
+    found = plan(step, 1.0)
+    assert found.schedule is not None
+    module = GraphedModule(step, found.schedule, found.budget_bytes, recorder=Refusing())
+    before, generator = state(module), torch.get_rng_state()
+    for _ in range(2):
+        with pytest.raises(
+            InputError, match=r"Net cannot be captured as a CUDA graph: operation not permitted .* use module\(\)"
+        ):
+            module(*next(batches(1)))
+    assert_same(before, state(module))
+    assert torch.equal(generator, torch.get_rng_state())
+
+
+def test_needs_a_cuda_device() -> None:
+    found = plan(Net(), 1.0, inputs=next(batches(1)))
+    with pytest.raises(InputError, match="CUDA graphs need a CUDA device, and Net was captured on cpu"):
+        found.module(cuda_graph=True)
+
+
+class Philox:
+    """The part of a CUDA generator that matters: a seed, an offset, a state that can be swapped."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, _: object = None) -> None:
+        self.at = {"seed": 0, "offset": 0}
+
+    def get_state(self) -> Any:
+        return dict(self.at)
+
+    def set_state(self, state: dict[str, int]) -> None:
+        self.at.update(state)
+
+    def manual_seed(self, seed: int) -> None:
+        self.at.update(seed=seed, offset=0)
+
+    def get_offset(self) -> int:
+        return self.at["offset"]
+
+    def set_offset(self, offset: int) -> None:
+        self.at["offset"] = offset
+
+    def graphsafe_get_state(self) -> Any:
+        other = Philox()
+        other.at = self.at
+        return other
+
+    def graphsafe_set_state(self, other: Philox) -> None:
+        self.at = other.at
+
+    def draw(self, length: int) -> tuple[int, int]:
+        drawn = self.at["seed"], self.at["offset"]
+        self.at["offset"] += length
+        return drawn
+
+
+def test_draws_inside_a_graph_repeat_from_where_they_were_first_made() -> None:
+    """Three draws of lengths 4, 8, 4, made again in the order 1, 2, 0, 1: draws 1 and 2 follow each other, as do 0 and 1."""
+    lengths, order = (4, 8, 4), (1, 2, 0, 1)
+
+    def code(generator: Philox, how: Any) -> tuple[list[Any], list[Any]]:
+        states, first = [], []
+        for length in lengths:
+            states.append(how.first(generator))
+            first.append(generator.draw(length))
+        return first, [how.again(states[i], generator, lambda i=i: generator.draw(lengths[i])) for i in order]
+
+    generator = Philox()
+    generator.manual_seed(7)
+    generator.draw(100)
+    repeats = GraphRepeats(Philox)  # type: ignore[arg-type]
+    first, again = code(generator, repeats.observing((generator,), [100]))  # type: ignore[arg-type]
+    assert again == [first[i] for i in order] and generator.get_offset() == 116
+    assert len(repeats.generators) == 2
+    for seed, offset in ((7, 116), (9, 40)):
+        generator.manual_seed(seed)
+        generator.set_offset(offset)
+        repeats.seek([(seed, offset)])
+        first, again = code(generator, repeats.recording())
+        assert first == [(seed, offset), (seed, offset + 4), (seed, offset + 12)]
+        assert again == [first[i] for i in order]
+        assert generator.get_offset() == offset + 16
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("budget", [1.0, 0.7])
+def test_on_cuda_trains_as_without_graphs(budget: float) -> None:
+    torch.manual_seed(0)
+    modules: list[PlannedModule] = []
+    for graph in (False, True):
+        torch.manual_seed(0)
+        model = Net().cuda()
+        found = plan(model, budget, inputs=tuple(t.cuda() for t in next(batches(1))))
+        modules.append(found.module(cuda_graph=graph))
+    ends = []
+    for module in modules:
+        torch.manual_seed(5)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        losses = []
+        for at, batch in enumerate(batches(6)):
+            if at % 2 == 0:
+                optimizer.zero_grad()
+            loss = module(*(t.cuda() for t in batch))
+            loss.backward()
+            losses.append(loss.item())
+            if at % 2:
+                optimizer.step()
+        ends.append((losses, state(module), torch.cuda.get_rng_state()))
+    assert ends[0][0] == ends[1][0]
+    assert_same(ends[0][1], ends[1][1])
+    assert torch.equal(ends[0][2], ends[1][2])
