@@ -34,7 +34,7 @@ from graphs.rewrite import (
 from graphs.torch_private import Joint, OpOverload, is_operator, storage_bytes, storage_key
 from graphs.tracing import Body, device_of, region_of, state_of, trace
 
-__all__ = ["InputForm", "Inputs", "Loss", "Result", "Source", "Step", "bind", "capture"]
+__all__ = ["InputForm", "Inputs", "Loss", "Result", "Source", "Step", "bind", "capture", "numbered"]
 
 CUDA_GRANULE_BYTES = 512  # the caching allocator rounds every storage up to this
 
@@ -292,6 +292,46 @@ def capture(
         body,
         Fingerprint(body, watch.reads, watch.changed),
         autocast,
+    )
+
+
+def numbered(name: str, module: fx.GraphModule, device: torch.device) -> Step:
+    """A step made of a functional joint graph that somebody else traced: it can be priced, planned and lowered, but neither bound
+    nor run as plain PyTorch, and its ``results`` are empty.
+
+    Entries of the output node that are no tensors made here (None, numbers) are left as they are. Raises CaptureError where the
+    graph contains what a Graph has no words for.
+    """
+    graph = module.graph
+    remove_dead(graph)
+    fuse_bernoulli(graph)
+    drop_unread_statistics(graph)
+    graph.lint()
+    module.recompile()
+    numbering = _Numbering(name, device)
+    sources = []
+    for i, node in enumerate(graph.find_nodes(op="placeholder")):
+        numbering.resident(node, node.name, node.meta["val"])
+        sources.append(Source("input", node.name, i))
+    for node in graph.nodes:
+        if node.op == "call_function":
+            numbering.call(node)
+    body = Body(module, None, splitter(None, ()))
+    return Step(
+        numbering.graph([node for node in outputs_of(graph) if node in numbering.value_of]),
+        module,
+        module,
+        device,
+        tuple(numbering.calls),
+        numbering.value_of,
+        tuple(sources),
+        (),
+        {},
+        flatten(())[1],
+        (),
+        body,
+        Fingerprint(body, {}, set()),
+        None,
     )
 
 

@@ -55,7 +55,10 @@ __all__ = [
     "OpOverload",
     "TorchDispatchMode",
     "TreeSpec",
+    "activation_memory_budget",
     "as_if_compiling",
+    "changed_inputs",
+    "compile_partitioned",
     "in_backward",
     "is_operator",
     "is_traceable_wrapper_subclass",
@@ -183,6 +186,48 @@ def trace_joint(body: Callable[[list[Tensor], list[Tensor]], Tensor], state: Seq
     return Joint(module, sources, results)
 
 
+Partition = Callable[[fx.GraphModule, int], tuple[fx.GraphModule, fx.GraphModule]]
+
+
+def compile_partitioned(
+    module: fx.GraphModule,
+    examples: Sequence[Any],
+    partition: Partition,
+    compiler: Callable[[fx.GraphModule], Callable[..., Any]],
+) -> Callable[..., Any]:
+    """Compile what torch.compile hands to a backend, with the kernels of eager execution.
+
+    partition  (functional joint graph, number of outputs of its forward) -> forward and backward graph. Placeholders of the
+               joint graph are named ``primals_...`` and ``tangents_...``. The forward takes all primals and returns its
+               outputs, then what is saved; the backward takes what is saved, then all tangents
+    compiler   makes a function that takes the list of its inputs and empties it out of a graph without gradients
+    """
+    from torch._dynamo.backends.common import aot_autograd  # here, since importing the compiler takes seconds
+    from torch._functorch import config
+
+    def split(joint: fx.GraphModule, _inputs: Any, *, num_fwd_outputs: int, **_: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+        return partition(joint, num_fwd_outputs)
+
+    def compile_one(graph: fx.GraphModule, _inputs: Any) -> Callable[..., Any]:
+        run = compiler(graph)
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+    backend = aot_autograd(fw_compiler=compile_one, bw_compiler=compile_one, partition_fn=split)
+    # Buffers may be kept for a second backward, and the backward stays outside of the autocast region, as in a training loop.
+    wanted = {"donated_buffer": False, "backward_pass_autocast": "off"}
+    with _eager_kernels(), config.patch({name: value for name, value in wanted.items() if hasattr(config, name)}):
+        compiled: Callable[..., Any] = backend(module, examples)
+    return compiled
+
+
+def changed_inputs(joint: fx.GraphModule) -> list[fx.Node]:
+    """Placeholders of a graph for ``compile_partitioned`` whose tensors get new content, from outputs of the forward, after it."""
+    descs = joint.graph.output_node().meta.get("desc", ())
+    changed = [desc.mutated_input for desc in descs if isinstance(desc, InputMutationAOTOutput)]
+    return [node for node in joint.graph.find_nodes(op="placeholder") if node.meta.get("desc") in changed]
+
+
 def _source(desc: Any) -> tuple[str, int]:
     if isinstance(desc, ParamAOTInput | BufferAOTInput):
         return "state", int(desc.target.removeprefix("state"))
@@ -301,3 +346,12 @@ def _replaced_operators() -> tuple[OpOverload[..., Any], ...]:
     packets = (getattr(torch.ops.aten, name) for name in dir(torch.ops.aten) if "batch_norm" not in name)
     overloads = (getattr(p, name) for p in packets if isinstance(p, OpOverloadPacket) for name in cast(Any, p).overloads())
     return tuple(op for op in overloads if any(key in op.py_kernels for key in _AUTOGRAD_KEYS))
+
+
+@contextlib.contextmanager
+def activation_memory_budget(ratio: float) -> Iterator[None]:
+    """What is compiled inside may save this share (0 to 1) of the activations: the compiler's own recomputation."""
+    from torch._functorch import config
+
+    with config.patch(activation_memory_budget=ratio):
+        yield

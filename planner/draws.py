@@ -13,6 +13,7 @@ from torch import Tensor, fx
 
 from graphs.capture import Step
 from graphs.rewrite import attribute, tensors_of
+from graphs.torch_private import no_dispatch
 
 
 def generator_state(where: torch.device | torch.Generator) -> Tensor:
@@ -35,6 +36,16 @@ def repeat_draw(state: Tensor, where: torch.device | torch.Generator, call: Call
         return call(*args, **kwargs)
     finally:
         generator.set_state(now)
+
+
+def generator_state_like(call: fx.Node) -> Tensor:
+    """What ``generator_state`` returns for a random call, as a fake tensor beside those of the call."""
+    node = generator_node(call)
+    where = draws_from(call) if node is None else attribute(node)
+    with no_dispatch():
+        size = generator_state(where).shape
+    with tensors_of(call)[0].fake_mode:  # type: ignore[attr-defined]
+        return torch.empty(size, dtype=torch.uint8)
 
 
 def _generator(where: torch.device | torch.Generator) -> torch.Generator:

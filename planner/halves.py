@@ -9,6 +9,7 @@ from torch import fx
 
 from graphs.capture import Step
 from graphs.errors import BudgetExceeded, InvalidSchedule
+from graphs.ir import Graph
 from graphs.rewrite import outputs_of
 from planner.lowering import Code, placeholders, result_value
 from planner.schedule import Compute, Schedule, computes
@@ -69,7 +70,11 @@ def cut_in_halves(step: Step, schedule: Schedule) -> Halves:
         first.receive(node)
     first.run(before)
     early_results = (loss, *buffers)
-    values = sorted(_needed(step, after, gradients, {result_value(step, i) for i in early_results}))
+    values = sorted(
+        needed_from_before(
+            step.graph, after, (result_value(step, i) for i in gradients), {result_value(step, i) for i in early_results}
+        )
+    )
     draws = sorted(first.states.keys() & set(computes(after)))
     early = [first.result(i) for i in early_results]
     handed = [first.value(v) for v in values] + [first.states[op] for op in draws]
@@ -116,22 +121,31 @@ def cut_in_halves(step: Step, schedule: Schedule) -> Halves:
     )
 
 
-def _cut(step: Step, schedule: Schedule, early: Iterable[int]) -> int:
-    """The first step of the schedule that depends on the gradient of the loss. The results ``early`` must be made by then."""
-    graph = step.graph
-    depends = {step.value_of[n] for n, s in zip(placeholders(step), step.sources, strict=True) if s.kind == "tangent"}
+def first_late(graph: Graph, schedule: Schedule, tangents: Iterable[int]) -> int:
+    """Index of the first step of a schedule that depends on one of these Values; the length of the schedule where none does."""
+    depends = set(tangents)
     late = set()
     for i, op in enumerate(graph.ops):
         if not depends.isdisjoint(op.inputs):
             depends.update(op.outputs)
             late.add(i)
-    cut, begun = next(
-        ((at, s.op) for at, s in enumerate(schedule) if isinstance(s, Compute) and s.op in late), (len(schedule), -1)
-    )
-    ran = set(computes(schedule[:cut]))
+    return next((at for at, s in enumerate(schedule) if isinstance(s, Compute) and s.op in late), len(schedule))
+
+
+def not_made(graph: Graph, schedule: Schedule, values: Iterable[int]) -> list[int]:
+    """Those of the Values that a part of a schedule, run from the start, does not make."""
+    ran = set(computes(schedule))
+    return [v for v in values if v not in graph.resident and graph.producer[v] not in ran]
+
+
+def _cut(step: Step, schedule: Schedule, early: Iterable[int]) -> int:
+    """The first step of the schedule that depends on the gradient of the loss. The results ``early`` must be made by then."""
+    graph = step.graph
+    tangents = [step.value_of[n] for n, s in zip(placeholders(step), step.sources, strict=True) if s.kind == "tangent"]
+    cut = first_late(graph, schedule, tangents)
+    begun = next((s.op for s in schedule[cut:] if isinstance(s, Compute)), -1)
     for i in early:
-        value = result_value(step, i)
-        if value not in graph.resident and graph.producer[value] not in ran:
+        if not_made(graph, schedule[:cut], [result_value(step, i)]):
             result = step.results[i]
             what = "the loss" if result.kind == "loss" else f"the new content of {result.name}"
             raise InvalidSchedule(
@@ -141,16 +155,16 @@ def _cut(step: Step, schedule: Schedule, early: Iterable[int]) -> int:
     return cut
 
 
-def _needed(step: Step, schedule: Schedule, results: Iterable[int], kept: Set[int]) -> set[int]:
+def needed_from_before(graph: Graph, schedule: Schedule, results: Iterable[int], kept: Set[int]) -> set[int]:
     """Values that must be there before a part of a schedule: it reads them, or returns them, before it makes them.
 
     Those in ``kept`` stay in memory from before; one of them that is made again is still read from the first copy.
     """
-    resident = step.graph.resident
-    needed = {result_value(step, i) for i in results} - resident
+    resident = graph.resident
+    needed = set(results) - resident
     for s in reversed(schedule):
         if isinstance(s, Compute):
-            op = step.graph.ops[s.op]
+            op = graph.ops[s.op]
             needed.difference_update(v for v in op.outputs if v not in kept)
             needed.update(v for v in op.inputs if v not in resident)
     return needed

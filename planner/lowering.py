@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from graphs.capture import Step
@@ -48,9 +49,10 @@ class Code:
         copy.meta = dict(node.meta)
         self._hold(node, copy)
 
-    def receive_state(self, op: int) -> None:
+    def receive_state(self, op: int) -> fx.Node:
         """Take the state of the generator before the first draw of ``op`` as an argument."""
         self.states[op] = self.graph.placeholder(f"{self.step.calls[op].name}_state")
+        return self.states[op]
 
     def run(self, schedule: Schedule) -> None:
         """Write the code of these steps."""
@@ -68,7 +70,21 @@ class Code:
 
     def result(self, i: int) -> fx.Node:
         """The node that holds entry ``i`` of the captured results."""
-        return self._holder(outputs_of(self.step.module.graph)[i])
+        return self.holder(outputs_of(self.step.module.graph)[i])
+
+    def holder(self, node: fx.Node) -> fx.Node:
+        """The node of this code that holds what ``node`` holds; a view is made here where it is not there yet."""
+        if node not in self._holders:
+            assert node not in self._made, f"{node} is read, but not in memory"
+            self._hold(node, self._placed.get(placement(node)) or self._copy(node))
+        return self._holders[node]
+
+    def copied(self, node: fx.Node) -> fx.Node:
+        """A copy of what ``node`` holds, in memory of its own."""
+        holder = self.holder(node)
+        copy = self.graph.call_function(torch.ops.aten.clone.default, (holder,))
+        copy.meta["val"] = holder.meta["val"]
+        return copy
 
     def drop_unread(self, sources: Sequence[fx.Node], outputs: Iterable[fx.Node]) -> tuple[int, ...]:
         """Remove the arguments for ``sources`` that nobody reads; the indices of the others."""
@@ -82,7 +98,7 @@ class Code:
                 self.graph.erase_node(copy)
         return tuple(reads)
 
-    def finish(self, outputs: list[fx.Node], name: str) -> fx.GraphModule:
+    def finish(self, outputs: list[Any], name: str) -> fx.GraphModule:
         """The code, returning the list ``outputs``."""
         self.graph.output(outputs)
         for node in reversed(self.graph.nodes):
@@ -104,11 +120,11 @@ class Code:
         if op not in self._repeated:
             return self._copy(call)
         given_generator = generator_node(call)
-        where: Any = draws_from(call) if given_generator is None else self._holder(given_generator)
+        where: Any = draws_from(call) if given_generator is None else self.holder(given_generator)
         if op not in self.states:
             self.states[op] = self.graph.create_node("call_function", generator_state, (where,), name=f"{call.name}_state")
             return self._copy(call)
-        args, kwargs = fx.map_arg((call.args, call.kwargs), self._holder)
+        args, kwargs = fx.map_arg((call.args, call.kwargs), self.holder)
         given: Any = self.states[op], where, call.target, *args
         copy = self.graph.create_node("call_function", repeat_draw, given, kwargs, name=call.name)
         copy.meta = dict(call.meta)
@@ -122,15 +138,8 @@ class Code:
             if value not in self.step.graph.resident:
                 self._present[value].append(node)
 
-    def _holder(self, node: fx.Node) -> fx.Node:
-        """The node of this code that holds what ``node`` holds; a view is made here where it is not there yet."""
-        if node not in self._holders:
-            assert node not in self._made, f"{node} is read, but not in memory"
-            self._hold(node, self._placed.get(placement(node)) or self._copy(node))
-        return self._holders[node]
-
     def _copy(self, node: fx.Node) -> fx.Node:
-        args, kwargs = fx.map_arg((node.args, node.kwargs), self._holder)
+        args, kwargs = fx.map_arg((node.args, node.kwargs), self.holder)
         op, target = quickest(node)
         copy = self.graph.create_node(op, target, args, kwargs, node.name)
         copy.meta = dict(node.meta)

@@ -1,0 +1,232 @@
+"""``torch.compile(model, backend="belady", options={"budget": 0.5})``: plans for what the compiler captures. [torch]
+
+AOTAutograd traces forward and backward of each graph that Dynamo captures into one, and asks for two graphs: a forward that
+returns what it saves, and a backward. Here the joint graph is planned, the schedule is cut where the backward starts, and both
+parts are written out in the schedule's own order, so a plan is carried whole: what is saved, what is computed again in the
+backward and also in the forward, and when each value is dropped. Kernels run as in eager execution; nothing is fused.
+
+What a plan for a captured graph cannot know:
+
+* A graph break makes several graphs. Each is planned alone, and what the others hold is in none of their budgets.
+* What the model returns counts until the backward is done, whether the caller keeps it or not.
+* Gradients of earlier steps (gradient accumulation) and the optimizer's state are outside, as for every plan.
+* New content of buffers is computed beside the old one and copied after the forward, by AOTAutograd. Unlike ``PlannedModule``,
+  a failed step is not taken back.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from graphs.capture import Step, numbered
+from graphs.errors import BudgetExceeded, InfeasibleBudget, InputError, InvalidSchedule, NoScheduleFound
+from graphs.rewrite import outputs_of, share_casts, tensors_of
+from graphs.torch_private import BoxedCodeGen, changed_inputs, compile_partitioned
+from planner.budget import resolve_budget
+from planner.draws import generator_state_like
+from planner.halves import first_late, needed_from_before, not_made
+from planner.lowering import Code, placeholders
+from planner.plan import plan, with_costs
+from planner.result import Plan
+from planner.schedule import Free, Schedule, computes, keep_all
+from planner.simulate import simulate
+
+log = logging.getLogger("belady")
+
+_ROUNDS = 5  # of planning for less, where keeping the outputs of the forward takes more than the schedule had
+
+
+def belady(module: fx.GraphModule, examples: Sequence[Any], *, options: Mapping[str, Any] | None = None) -> Callable[..., Any]:
+    """The backend: what ``torch.compile`` calls for each graph it captures.
+
+    options  ``budget`` as ``planner.plan`` takes it (bytes, "6GiB", or a share of the keep-all peak of that graph), and any other
+             option of ``planner.plan`` (``costs``, ``method``, ``gap``, ``time_limit_s``, ``seed``, and those of the method)
+
+    One line about each graph is logged (logger "belady", level INFO). A graph without backward runs as it is.
+
+    Raises, inside of what torch.compile raises: InputError for options that cannot be used and for dynamic shapes,
+    InfeasibleBudget, NoScheduleFound and CaptureError as ``plan`` does.
+    """
+    options = dict(options or {})
+    if "budget" not in options:
+        raise InputError('the backend "belady" needs a budget: torch.compile(model, backend="belady", options={"budget": 0.5})')
+    if any(isinstance(example, torch.SymInt | torch.SymFloat) or _symbolic(example) for example in examples):
+        raise InputError(
+            'the backend "belady" plans for fixed shapes: call torch.compile(..., dynamic=False), which plans once per shape'
+        )
+    budget = options.pop("budget")
+
+    def partition(joint: fx.GraphModule, forward_outputs: int) -> tuple[fx.GraphModule, fx.GraphModule]:
+        _share_casts(joint, forward_outputs, examples)
+        return _partition(joint, forward_outputs, budget, options)
+
+    return compile_partitioned(module, examples, partition, _boxed)
+
+
+def _share_casts(joint: fx.GraphModule, forward_outputs: int, examples: Sequence[Any]) -> None:
+    """Cast parameters once in an autocast region, as eager execution does (its cache of casts is not in the traced graph)."""
+    primals = [node for node in joint.graph.find_nodes(op="placeholder") if not node.name.startswith("tangents")]
+    gradients = outputs_of(joint.graph)[forward_outputs:]
+    if len(primals) == len(gradients) == len(examples):  # not where inputs are views of each other
+        pairs = zip(primals, gradients, examples, strict=True)
+        leaf = [gradient is not None and example.is_leaf and example.requires_grad for _, gradient, example in pairs]
+        share_casts(joint.graph, {node: forward_outputs + i for i, node in enumerate(primals) if leaf[i]})
+
+
+def _symbolic(example: object) -> bool:
+    return isinstance(example, Tensor) and any(isinstance(n, torch.SymInt) for n in example.shape)
+
+
+def _boxed(graph: fx.GraphModule) -> Callable[..., Any]:
+    """A function that takes a list of inputs and empties it, so that they can be dropped while it runs."""
+    graph.graph.set_codegen(BoxedCodeGen())
+    graph.recompile()
+
+    def run(inputs: list[Any]) -> Any:
+        return graph.forward(inputs)
+
+    return run
+
+
+@dataclass(frozen=True, slots=True)
+class _Joint:
+    """A joint graph with its numbering.
+
+    forward   entries of the output that the forward returns; ``backward``: the others. None and numbers among them stand for
+              themselves
+    tangents  placeholders of the gradients the backward is given
+    primals   the other placeholders
+    changed   Values of primals that get new content after the forward (running statistics)
+    """
+
+    step: Step
+    forward: list[Any]
+    backward: list[Any]
+    primals: list[fx.Node]
+    tangents: list[fx.Node]
+    changed: frozenset[int]
+
+    def values(self, entries: list[Any]) -> list[int]:
+        value_of = self.step.value_of
+        return [value_of[node] for node in entries if isinstance(node, fx.Node) and node in value_of]
+
+
+def _partition(
+    module: fx.GraphModule, forward_outputs: int, budget: int | float | str, options: Mapping[str, Any]
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Forward and backward of a joint graph, by a plan for it."""
+    devices = {t.device for node in module.graph.find_nodes(op="placeholder") for t in tensors_of(node)}
+    device = min(devices, key=lambda d: (d.type == "cpu", str(d)), default=torch.device("cpu"))
+    options = dict(options)
+    step = with_costs(numbered("compiled_graph", module, device), str(options.pop("costs", "roofline")))
+    outputs: list[Any] = [*outputs_of(module.graph)]
+    sources = placeholders(step)
+    changed = frozenset(step.value_of[node] for node in changed_inputs(module))
+    joint = _Joint(
+        step,
+        outputs[:forward_outputs],
+        outputs[forward_outputs:],
+        [node for node in sources if not node.name.startswith("tangents")],
+        [node for node in sources if node.name.startswith("tangents")],
+        changed,
+    )
+    planned, schedule, peak_bytes = _planned(joint, budget, options)
+    forward, backward, saved = _cut(joint, schedule)
+    whole_bytes = _keep_all_bytes(step)
+    log.info(
+        "planned a graph of %d ops with %s: peak %s bytes of the budget of %s bytes (%s to keep all), %d ops run again for "
+        "%.2f %% more time, %d tensors saved for the backward",
+        len(step.graph.ops), planned.method, f"{peak_bytes:,}", f"{resolve_budget(budget, whole_bytes):,}", f"{whole_bytes:,}",
+        simulate(step.graph, schedule).recomputed_ops, 100 * (planned.overhead or 0.0), saved,
+    )  # fmt: skip
+    return forward, backward
+
+
+def _keep_all_bytes(step: Step) -> int:
+    return simulate(step.graph, keep_all(step.graph)).peak_bytes
+
+
+def _planned(joint: _Joint, budget: int | float | str, options: Mapping[str, Any]) -> tuple[Plan, Schedule, int]:
+    """A plan; its schedule without the frees of what the forward returns, which stays in memory from when it is made; its peak,
+    copies of inputs whose old content the backward reads included."""
+    graph = joint.step.graph
+    budget_bytes = resolve_budget(budget, _keep_all_bytes(joint.step))
+    kept = set(joint.values(joint.forward))
+    asked = budget_bytes
+    for _ in range(_ROUNDS):
+        try:
+            found = plan(joint.step, asked, **options)
+        except (InfeasibleBudget, NoScheduleFound):
+            if asked == budget_bytes:
+                raise
+            break
+        assert found.schedule is not None
+        schedule = tuple(s for s in found.schedule if not (isinstance(s, Free) and s.value in kept))
+        memory = simulate(graph, schedule).memory_bytes
+        cut = _start_of_backward(joint, schedule)
+        read = {v for op in computes(schedule[cut:]) for v in graph.ops[op].inputs}
+        copies = sum(graph.values[v].size_bytes for v in joint.changed & read)
+        peak_bytes = max([*memory[: max(cut - 1, 0)], *(m + copies for m in memory[max(cut - 1, 0) :])], default=0)
+        if peak_bytes <= budget_bytes:
+            return found, schedule, peak_bytes
+        asked -= peak_bytes - budget_bytes
+    raise BudgetExceeded(
+        "the compiled graph", peak_bytes, budget_bytes, "what its forward returns stays in memory; plan for a larger budget"
+    )
+
+
+def _start_of_backward(joint: _Joint, schedule: Schedule) -> int:
+    return first_late(joint.step.graph, schedule, joint.values(list(joint.tangents)))
+
+
+def _cut(joint: _Joint, schedule: Schedule) -> tuple[fx.GraphModule, fx.GraphModule, int]:
+    """The code of both parts of a schedule, and how many tensors go from one to the other."""
+    step = joint.step
+    graph = step.graph
+    cut = _start_of_backward(joint, schedule)
+    before, after = schedule[:cut], schedule[cut:]
+    missing = not_made(graph, before, joint.values(joint.forward))
+    if missing:
+        raise InvalidSchedule(
+            f"step {cut}: the backward starts before {graph.values[missing[0]].name} is made, which the forward returns; plan "
+            f"with a method that keeps the order of first executions (cutting_stages)"
+        )
+
+    first = Code(step, schedule)
+    for node in joint.primals:
+        first.receive(node)
+    for node in joint.tangents:
+        first.receive(node)
+    first.run(before)
+    kept = set(joint.values(joint.forward))
+    values = sorted(needed_from_before(graph, after, joint.values(joint.backward), kept))
+    draws = sorted(first.states.keys() & set(computes(after)))
+    for op in draws:
+        first.states[op].meta["val"] = generator_state_like(step.calls[op])
+    returned = [first.holder(node) if isinstance(node, fx.Node) else node for node in joint.forward]
+
+    second = Code(step, schedule)
+    for v in values:
+        second.receive(second.maker[v])
+    for op in draws:
+        second.receive_state(op).meta = dict(first.states[op].meta)
+    for node in joint.primals:
+        second.receive(node)
+    for node in joint.tangents:
+        second.receive(node)
+    second.run(after)
+    gradients = [second.holder(node) if isinstance(node, fx.Node) else node for node in joint.backward]
+    reads = second.drop_unread(joint.primals, [node for node in gradients if isinstance(node, fx.Node)])
+
+    saved = [first.value(v) for v in values] + [first.states[op] for op in draws]
+    for i in reads:
+        node = joint.primals[i]
+        saved.append(first.copied(node) if step.value_of[node] in joint.changed else first.holder(node))
+    first.drop_unread(joint.tangents, [])
+    return first.finish([*returned, *saved], "Forward"), second.finish(gradients, "Backward"), len(saved)

@@ -1,0 +1,366 @@
+"""torch.compile with our backend: the answer of eager execution, within the planned bytes."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib.metadata
+import logging
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+from torch._dynamo.exc import BackendCompilerFailed
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from graphs.errors import InfeasibleBudget, InputError
+from planner import compile_backend
+from planner.compile_backend import belady
+from planner.measure import StorageMeter
+
+# Dynamo looks at the gradients of all tensors it meets.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+
+
+# As tight as it needs to be, in little time.
+TIGHT = {"budget": 0.4, "gap": 0.2, "time_limit_s": 5.0}
+VIEWS = {"aten.t.default", "aten.view.default", "aten.detach.default", "aten.transpose.int", "aten.expand.default"}
+COPIES = {"aten.clone.default"}  # of old statistics that the backward needs
+
+
+class Mlp(nn.Module):
+    """Dropout, batch norm, residuals; returns two tensors with a gradient."""
+
+    def __init__(self, width: int = 24, depth: int = 5) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
+        self.norms = nn.ModuleList(nn.BatchNorm1d(width) for _ in range(depth))
+        self.head = nn.Linear(width, 5)
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            x = x + F.dropout(F.gelu(norm(layer(x))), 0.3, self.training)
+        scores = self.head(x)
+        return F.cross_entropy(scores, y), scores
+
+
+class Transformer(nn.Module):
+    """Attention with dropout, tied embedding, several outputs of one op."""
+
+    def __init__(self, width: int = 16, words: int = 20) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(words, width)
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+        self.qkvs = nn.ModuleList(nn.Linear(width, 3 * width) for _ in range(2))
+        self.head = nn.Linear(width, words, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = F.dropout(self.embed(ids), 0.1, self.training)
+        b, t, d = x.shape
+        for norm, qkv in zip(self.norms, self.qkvs, strict=True):
+            q, k, v = (z.view(b, t, 2, d // 2).transpose(1, 2) for z in qkv(norm(x)).split(d, dim=2))
+            a = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=0.2)
+            x = x + a.transpose(1, 2).reshape(b, t, d)
+        return F.cross_entropy(self.head(x)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+class Conv(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+        self.norm = nn.BatchNorm2d(8)
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = F.relu(self.norm(self.b(F.relu(self.a(x)))))
+        return F.cross_entropy(self.head(F.max_pool2d(x, 2).mean((2, 3))), y)
+
+
+def mlp() -> tuple[nn.Module, tuple[Tensor, ...]]:
+    return Mlp(), (torch.randn(64, 24), torch.randint(5, (64,)))
+
+
+def transformer() -> tuple[nn.Module, tuple[Tensor, ...]]:
+    return Transformer(), (torch.randint(20, (4, 12)),)
+
+
+def conv() -> tuple[nn.Module, tuple[Tensor, ...]]:
+    return Conv(), (torch.randn(4, 3, 12, 12), torch.randint(5, (4,)))
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def lines(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    caplog.set_level(logging.INFO, logger="belady")
+    return caplog
+
+
+def planned_bytes(lines: pytest.LogCaptureFixture) -> list[dict[str, int]]:
+    """What the log says about each graph."""
+    found = [re.search(r"of (\d+) ops .* peak ([\d,]+) bytes .* budget of ([\d,]+) .* (\d+) ops run", m) for m in lines.messages]
+    keys = "ops", "peak", "budget", "again"
+    return [dict(zip(keys, (int(g.replace(",", "")) for g in m.groups()), strict=True)) for m in found if m]
+
+
+def first(output: Any) -> Tensor:
+    loss: Tensor = output[0] if isinstance(output, tuple) else output
+    return loss
+
+
+def train(call: Any, model: nn.Module, inputs: tuple[Tensor, ...], steps: int = 3) -> tuple[list[Any], dict[str, Any]]:
+    """Outputs of some steps, and everything a step changes."""
+    torch.manual_seed(3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    outputs = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        output = call(*inputs)
+        first(output).backward()
+        optimizer.step()
+        outputs.append(output)
+    return outputs, {
+        **model.state_dict(),
+        **{f"{n}.grad": p.grad for n, p in model.named_parameters()},
+        "rng": torch.get_rng_state(),
+    }
+
+
+def same(found: Any, wanted: Any) -> None:
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("budget", [1.0, 0.7])
+@pytest.mark.parametrize("make", [mlp, transformer, conv], ids=lambda make: make.__name__)
+def test_training_is_that_of_eager_to_the_last_bit(make: Any, budget: float, lines: pytest.LogCaptureFixture) -> None:
+    model, inputs = make()
+    twin = copy.deepcopy(model)
+    wanted = train(twin, twin, inputs)
+    found = train(torch.compile(model, backend=belady, options={**TIGHT, "budget": budget}), model, inputs)
+    same(found, wanted)
+    said = planned_bytes(lines)
+    assert len(said) == 1
+    assert (said[0]["again"] > 0) == (budget < 1)
+
+
+class Calls(TorchDispatchMode):
+    """Counts operator calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+Modes = list[TorchDispatchMode]
+
+
+@pytest.fixture
+def inside(monkeypatch: pytest.MonkeyPatch) -> Modes:
+    """Modes that are active while compiled graphs run. (Around a call they would make Dynamo leave it alone.)"""
+    modes: Modes = []
+    boxed = compile_backend._boxed
+
+    def with_modes(graph: fx.GraphModule) -> Callable[..., Any]:
+        run = boxed(graph)
+
+        def watched(inputs: list[Any]) -> Any:
+            with contextlib.ExitStack() as stack:
+                for mode in modes:
+                    stack.enter_context(mode)
+                return run(inputs)
+
+        return watched
+
+    monkeypatch.setattr(compile_backend, "_boxed", with_modes)
+    return modes
+
+
+def wide() -> tuple[nn.Module, tuple[Tensor, ...]]:
+    """Activations outweigh parameters."""
+    return Mlp(32, 6), (torch.randn(512, 32), torch.randint(5, (512,)))
+
+
+def test_issue_190758_a_mask_that_is_drawn_again_is_the_same_mask(inside: Modes) -> None:
+    """Under a memory budget the dropout of the backward must be that of the forward."""
+    model, inputs = wide()
+    compiled = torch.compile(model, backend=belady, options=TIGHT)
+    compiled(*inputs)[0].backward()  # compiles
+    twin = copy.deepcopy(model)
+    for part in (model, twin):
+        part.zero_grad()
+    torch.manual_seed(5)
+    twin(*inputs)[0].backward()
+    torch.manual_seed(5)
+    inside.append(calls := Calls())
+    compiled(*inputs)[0].backward()
+    draws = sum(n for name, n in calls.counts.items() if "dropout" in name or "bernoulli" in name)
+    assert draws > 6  # some masks are drawn again
+    same([p.grad for p in model.parameters()], [p.grad for p in twin.parameters()])
+
+
+def test_issue_96136_statistics_of_a_batch_norm_that_runs_again_move_once(inside: Modes) -> None:
+    model, inputs = wide()
+    twin = copy.deepcopy(model)
+    torch.manual_seed(1)
+    twin(*inputs)
+    torch.manual_seed(1)
+    inside.append(calls := Calls())
+    torch.compile(model, backend=belady, options=TIGHT)(*inputs)[0].backward()
+    assert sum(n for name, n in calls.counts.items() if re.search("batch_norm(?!_backward)", name)) > 6
+    same(dict(model.named_buffers()), dict(twin.named_buffers()))
+
+
+@pytest.mark.parametrize("budget", [1.0, 0.6, 0.45])
+def test_a_step_holds_no_more_than_planned(budget: float, inside: Modes, lines: pytest.LogCaptureFixture) -> None:
+    model, inputs = wide()
+    resident = sum(t.untyped_storage().nbytes() for t in [*model.parameters(), *model.buffers(), *inputs])
+    compiled = torch.compile(model, backend=belady, options={**TIGHT, "budget": budget})
+    inside.append(meter := StorageMeter())
+    loss = compiled(*inputs)[0]
+    loss.backward()
+    (said,) = planned_bytes(lines)
+    assert resident + meter.peak_bytes <= said["peak"] <= said["budget"]
+    assert resident + meter.peak_bytes > 0.95 * said["peak"]  # and the plan is about what happens
+
+
+def test_the_whole_plan_is_carried(inside: Modes, lines: pytest.LogCaptureFixture) -> None:
+    """As many kernels run as the schedule has, in the forward and in the backward."""
+    model, inputs = wide()
+    counts = []
+    for budget in (1.0, 0.4):
+        torch._dynamo.reset()
+        compiled = torch.compile(model, backend=belady, options={**TIGHT, "budget": budget})
+        inside[:] = [calls := Calls()]
+        compiled(*inputs)[0].backward()
+        counts.append(calls.counts.total() - sum(n for name, n in calls.counts.items() if name in VIEWS | COPIES))
+    kept, tight = planned_bytes(lines)
+    assert counts[0] == kept["ops"]
+    assert counts[1] == tight["ops"] + tight["again"]
+    assert tight["again"] > 0 == kept["again"]
+
+
+def test_several_losses_and_inputs_that_need_a_gradient() -> None:
+    model, (x, y) = mlp()
+    twin = copy.deepcopy(model)
+    found = []
+    for part, call in ((twin, twin), (model, torch.compile(model, backend=belady, options={**TIGHT, "budget": 0.6}))):
+        given = x.clone().requires_grad_()
+        torch.manual_seed(1)
+        loss, scores = call(given * 2, y)
+        (loss + scores.square().mean()).backward()
+        found.append([given.grad, *(p.grad for p in part.parameters())])
+    same(*found)
+
+
+def test_autocast_inside_and_gradients_that_add_up() -> None:
+    model, inputs = transformer()
+    twin = copy.deepcopy(model)
+    for call in (twin, torch.compile(model, backend=belady, options={**TIGHT, "budget": 0.6})):
+        torch.manual_seed(1)
+        for _ in range(2):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = call(*inputs)
+            loss.backward()
+    same([p.grad for p in model.parameters()], [p.grad for p in twin.parameters()])
+
+
+class Twice(nn.Module):
+    """One layer used three times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(3):
+            x = F.gelu(self.layer(x))
+        return x.float().square().mean()
+
+
+def test_autocast_casts_a_parameter_once_as_eager_does() -> None:
+    model, x = Twice(), torch.randn(64, 16)
+    twin = copy.deepcopy(model)
+    for call in (twin, torch.compile(model, backend=belady, options={**TIGHT, "budget": 0.8})):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = call(x)
+        loss.backward()
+    same([p.grad for p in model.parameters()], [p.grad for p in twin.parameters()])
+
+
+def test_evaluation_and_no_grad_need_no_plan(lines: pytest.LogCaptureFixture) -> None:
+    model, inputs = mlp()
+    compiled = torch.compile(model.eval(), backend=belady, options={"budget": 0.5})
+    with torch.no_grad():
+        same(compiled(*inputs), model(*inputs))
+    assert not planned_bytes(lines)
+
+
+def test_a_graph_break_makes_two_plans(lines: pytest.LogCaptureFixture) -> None:
+    a, (x, y) = mlp()
+    b = copy.deepcopy(a)
+
+    def both(x: Tensor) -> Tensor:
+        loss: Tensor = a(x, y)[0]
+        torch._dynamo.graph_break()
+        return loss + b(x * loss, y)[0]
+
+    torch.manual_seed(1)
+    wanted = torch.autograd.grad(both(x), list(a.parameters()))
+    torch.manual_seed(1)
+    a.load_state_dict(b.state_dict())  # the statistics do not enter the result
+    found = torch.autograd.grad(torch.compile(both, backend=belady, options={**TIGHT, "budget": 0.7})(x), list(a.parameters()))
+    same(found, wanted)
+    assert len(planned_bytes(lines)) == 2
+
+
+def test_other_shapes_are_planned_anew_or_refused(lines: pytest.LogCaptureFixture) -> None:
+    model, (x, y) = wide()
+    fixed = torch.compile(model, backend=belady, options={**TIGHT, "budget": 0.6}, dynamic=False)
+    for size in (512, 256, 128, 256):
+        fixed(x[:size], y[:size])[0].backward()
+    assert len(planned_bytes(lines)) == 3
+    torch._dynamo.reset()
+    with pytest.raises(BackendCompilerFailed, match="plans for fixed shapes") as caught:
+        torch.compile(model, backend=belady, options={**TIGHT, "budget": 0.6}, dynamic=True)(x, y)
+    assert isinstance(caught.value.inner_exception, InputError)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({}, InputError, "needs a budget"),
+        ({"budget": 1000}, InfeasibleBudget, "cannot run in 1,000 bytes"),
+        ({"budget": 0.5, "colour": "red"}, InputError, "no option 'colour'"),
+        ({"budget": 2.5}, InputError, "2.5"),
+    ],
+)
+def test_what_cannot_be_used_is_refused(options: dict[str, Any], error: type[Exception], words: str) -> None:
+    model, inputs = mlp()
+    with pytest.raises(BackendCompilerFailed, match=re.escape(words)) as caught:
+        torch.compile(model, backend=belady, options=options)(*inputs)
+    assert isinstance(caught.value.inner_exception, error)
+
+
+def test_the_backend_is_known_by_name() -> None:
+    entries = importlib.metadata.entry_points(group="torch_dynamo_backends")
+    if "belady" not in entries.names:
+        pytest.skip("the installed package is older than its entry points; install it again")
+    assert entries["belady"].load() is belady
+    model, inputs = mlp()
+    assert torch.compile(model, backend="belady", options={**TIGHT, "budget": 0.7})(*inputs)[0].requires_grad
