@@ -222,7 +222,7 @@ def compile_partitioned(
 
 
 def changed_inputs(joint: fx.GraphModule) -> list[fx.Node]:
-    """Placeholders of a graph for ``compile_partitioned`` whose tensors get new content, from outputs of the forward, after it."""
+    """Placeholders of a graph for ``compile_partitioned`` that get new content, from outputs of the forward, after it."""
     descs = joint.graph.output_node().meta.get("desc", ())
     changed = [desc.mutated_input for desc in descs if isinstance(desc, InputMutationAOTOutput)]
     return [node for node in joint.graph.find_nodes(op="placeholder") if node.meta.get("desc") in changed]
