@@ -37,6 +37,8 @@ from planner.simulate import simulate
 
 SLOTS = 500  # memory units of a budget, as published
 
+EXACT = 2**53  # ns; the tables' doubles hold longer times but roughly
+
 LARGEST = 60_000_000  # entries of a table, 8 bytes each
 
 
@@ -390,19 +392,23 @@ def solve_chain(program: ChainProgram, budget_bytes: int, slots: int = SLOTS) ->
     Rounding up forbids schedules that fit, and so does counting throughout what the forward pass makes for good. So the tables go
     on to some units more than the budget, and the first schedule that ``simulate`` lets pass, from the most units down, is taken.
 
-    Notes: ``unit_bytes``; ``persistent_bound_ns`` where the tables are exact; without a schedule ``stopped``, which says how many
-    bytes the program needs, and ``needs_bytes``; or ``infeasible``.
+    Where the keep-all schedule fits, it is returned. Notes: ``unit_bytes``; ``persistent_bound_ns`` where the tables are exact;
+    without a schedule ``stopped``, which says how many bytes the program needs, and ``needs_bytes``; or ``infeasible``.
     """
     graph = program.graph
     if (least := least_bytes(graph)) > budget_bytes:
         return None, {"infeasible": f"no schedule in any order fits: {least:,} bytes are needed"}
+    whole = keep_all(graph)
+    whole_bytes = simulate(graph, whole).peak_bytes
+    if whole_bytes <= budget_bytes:  # a chain's stages may run their ops in an order that takes more
+        return whole, {"stages": len(program), "found_by": "keep all", "persistent_bound_ns": graph.keep_all_time_ns}
     count = len(program)
     slots = min(slots, int(0.5 * LARGEST) // (2 * count**2))
     if not slots:
         raise InputError(f"{graph.name} is a chain of {count:,} stages, too many for the dynamic program")
     held_bytes = program.fixed_bytes - graph.resident_bytes
     room = budget_bytes - program.fixed_bytes
-    most = max(0, min(room, simulate(graph, keep_all(graph)).peak_bytes - graph.resident_bytes))
+    most = max(0, min(room, whole_bytes - graph.resident_bytes))
     unit_bytes = max(1, -(-most // slots))
     rounded = program.grain_bytes < unit_bytes
     if not rounded:
@@ -410,7 +416,7 @@ def solve_chain(program: ChainProgram, budget_bytes: int, slots: int = SLOTS) ->
     notes: dict[str, Any] = {"stages": count, "unit_bytes": unit_bytes}
     more = -(-held_bytes // unit_bytes) + (count if rounded else 0)
     tables = program.tables(most, unit_bytes, more=min(more, slots))
-    if not rounded and not held_bytes and (proved := tables.time_ns(most // unit_bytes)) is not None:
+    if not rounded and not held_bytes and (proved := tables.time_ns(most // unit_bytes)) is not None and proved < EXACT:
         notes["persistent_bound_ns"] = proved
     for units in tables.steps():
         schedule = with_frees(graph, tables.ops(units))
@@ -434,6 +440,7 @@ def _smallest(program: ChainProgram, slots: int) -> Schedule:
         tables = program.tables(most, unit_bytes)
         units = tables.least_units()
         assert units is not None, "a chain program without a schedule in all the memory there is"
-        if units * 3 > slots or unit_bytes <= program.grain_bytes:
+        enough = (units + 1) * unit_bytes
+        if units * 3 > slots or unit_bytes <= program.grain_bytes or enough >= most:
             return with_frees(graph, tables.ops(units))
-        most = (units + 1) * unit_bytes
+        most = enough

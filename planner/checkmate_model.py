@@ -134,7 +134,9 @@ def checkmate_model(
         graph = with_end(graph)
     may = [not op.effect and (recompute_backward or not op.backward) for op in graph.ops]
     size = [0 if x in graph.resident else value.size_bytes for x, value in enumerate(graph.values)]
-    room_bytes = budget_bytes - graph.resident_bytes
+    # What is in memory is always a multiple of this, so less than one more is no room.
+    grain = _grain((*size, *(op.workspace_bytes for op in graph.ops)))
+    room_bytes = (budget_bytes - graph.resident_bytes) // grain * grain
     unit_ns = _unit((op.time_ns for op in graph.ops), graph.keep_all_time_ns)
     unit_bytes = _unit((*size, *(op.workspace_bytes for op in graph.ops), room_bytes), max(1, room_bytes))
     needed = _needed(graph, may) if presolve else _made_before(graph)

@@ -124,7 +124,7 @@ def minimise(
         raise search.error
     outcome = _OUTCOMES.get(search.status)
     if outcome is None:
-        raise AssertionError(f"CP-SAT ended with {solver.status_name()}: {solver.solution_info()}")
+        raise AssertionError(f"CP-SAT ended with {search.status}")
     if outcome is not Outcome.INFEASIBLE:  # without a solution, what the solver calls its bound may be the 0 it began with
         news.put(_whole(solver.best_objective_bound))
     pass_on()

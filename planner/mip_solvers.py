@@ -125,6 +125,8 @@ class _Run(Protocol):
 
 def check_solver(solver: str) -> None:
     """Raises InputError where there is no such solver, or where it cannot run here."""
+    if not isinstance(solver, str):
+        raise InputError(f"solver must be the name of one, not {solver!r}")
     if solver in CBC:
         _cbc_path()
     elif solver not in MATH_OPT:
@@ -175,9 +177,20 @@ class _Cbc:
         if self._start is not None:
             write_start(self._milp, self._start, folder / "start.sol")
             command += ["-mips", "start.sol"]
+        answer = self._once(command, began)
+        if answer.outcome is Outcome.INFEASIBLE and any(self._milp.integer):
+            # CBC's preprocessing has called feasible models infeasible, so its word is asked for again without.
+            if time.perf_counter() - began >= self._time_limit_s:
+                return Answer(Outcome.STOPPED, stopped="time limit")
+            answer = self._once([*command, "-preprocess", "off", "-presolve", "off"], began)
+        return answer
+
+    def _once(self, command: list[str], began: float) -> Answer:
+        folder = Path(self._folder.name)
         left_s = max(0.01, self._time_limit_s - (time.perf_counter() - began))
         solve = "-solve" if any(self._milp.integer) else "-initialSolve"
-        command += ["-sec", f"{left_s:.3f}", solve, "-solution", "solution.txt"]
+        command = [*command, "-sec", f"{left_s:.3f}", solve, "-solution", "solution.txt"]
+        (folder / "solution.txt").unlink(missing_ok=True)
         with open(folder / "log.txt", "wb") as log:
             # In a process group of its own: Ctrl-C in a terminal is for us to pass on, once.
             self._process = subprocess.Popen(
@@ -305,11 +318,15 @@ class _MathOpt:
             result_pb2.TERMINATION_REASON_INFEASIBLE_OR_UNBOUNDED,  # never unbounded: every variable has bounds
         )
         left_s = self._time_limit_s - (time.perf_counter() - began)
+        if isinstance(result, Answer):
+            return result
         if result.termination.reason in infeasible and self._kind == MATH_OPT["highs"]:
             # HiGHS's presolve has called feasible models infeasible, so its word is asked for again without presolve.
             if left_s <= 0:
                 return Answer(Outcome.STOPPED, stopped="time limit")
             result = self._once(left_s, presolve=False)
+            if isinstance(result, Answer):
+                return result
         reason = result.termination.reason
         if reason in infeasible:
             return Answer(Outcome.INFEASIBLE, bound=math.inf)
@@ -329,8 +346,10 @@ class _MathOpt:
         return Answer(outcome, values, _cost(self._milp, values), bound, stopped)
 
     def _once(self, time_limit_s: float, *, presolve: bool) -> Any:
+        """The solver's own result, or an Answer where it gives up."""
         from ortools.math_opt import callback_pb2, model_parameters_pb2, parameters_pb2
         from ortools.math_opt.core.python import solver
+        from pybind11_abseil.status import StatusNotOk  # type: ignore[import-untyped]  # comes with OR-Tools
 
         parameters = parameters_pb2.SolveParametersProto()
         parameters.time_limit.FromNanoseconds(max(1, int(time_limit_s * 1e9)))
@@ -347,17 +366,21 @@ class _MathOpt:
             hint = model_parameters.solution_hints.add()
             hint.variable_values.ids.extend(range(len(self._start)))
             hint.variable_values.values.extend(self._start)
-        return solver.solve(
-            self._milp.proto(),
-            getattr(parameters_pb2, self._kind),
-            parameters_pb2.SolverInitializerProto(),
-            parameters,
-            model_parameters,
-            self._log.extend,
-            callback_pb2.CallbackRegistrationProto(),
-            None,
-            None,
-        )
+        try:
+            return solver.solve(
+                self._milp.proto(),
+                getattr(parameters_pb2, self._kind),
+                parameters_pb2.SolverInitializerProto(),
+                parameters,
+                model_parameters,
+                self._log.extend,
+                callback_pb2.CallbackRegistrationProto(),
+                None,
+                None,
+            )
+        except StatusNotOk as error:  # numerical trouble: the solver ended without a word on the model
+            name = next(name for name, kind in MATH_OPT.items() if kind == self._kind)
+            return replace(self.so_far(), stopped=f"{name} gives up: {error}")
 
     @property
     def _improving(self) -> str:

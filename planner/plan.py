@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
     from graphs.capture import Step
 
+MOST = 2**62  # bytes, or ns, of a graph in all
+_KINDS: dict[str, type] = {"bool": bool, "int": int, "str": str}  # of options, by their annotation
+
 
 def plan(
     model: nn.Module | Step | Graph,
@@ -93,6 +96,11 @@ def solve(graph: Graph, budget_bytes: int, *, method: str = "cutting_stages", **
             offered = ", ".join(list(known)[2:])
             raise InputError(f"method {method} has no option {name!r}; it has: {offered}")
     check_options(options)
+    for name, given in options.items():
+        kind = _KINDS.get(str(known[name].annotation))
+        if kind is not None and type(given) is not kind:
+            raise InputError(f"{name} must be {_a(kind())}, not {given!r}")
+    check_numbers(graph)
     if (start := options.get("start")) is not None:
         if not isinstance(start, tuple | list) or not all(isinstance(step, Compute | Free) for step in start):
             given = _a(start) + " of other things" * isinstance(start, tuple | list)
@@ -104,6 +112,16 @@ def solve(graph: Graph, budget_bytes: int, *, method: str = "cutting_stages", **
     return run(graph, budget_bytes, **options)
 
 
+def check_numbers(graph: Graph) -> None:
+    """Refuse bytes and times that 64-bit integers cannot hold with room to spare. Raises InputError."""
+    total_bytes = sum(value.size_bytes for value in graph.values) + sum(op.workspace_bytes for op in graph.ops)
+    for what, total, unit in (("bytes", total_bytes, "bytes"), ("times", graph.keep_all_time_ns, "ns")):
+        if total >= MOST:
+            raise InputError(
+                f"{graph.name}: its {what} add up to 2^{total.bit_length() - 1} {unit} or more; below 2^62 is needed"
+            )
+
+
 def check_options(options: Mapping[str, object]) -> None:
     """Refuse what no method can use: a gap outside of [0, 1), a time limit that is no time, a seed solvers cannot take."""
 
@@ -113,6 +131,9 @@ def check_options(options: Mapping[str, object]) -> None:
             raise InputError(f"{name} must be a number, not {given!r}")
         return given
 
+    progress = options.get("progress")
+    if progress is not None and not callable(progress):
+        raise InputError(f"progress must be a function or None, not {progress!r}")
     if "gap" in options and not 0 <= number("gap") < 1:
         raise InputError(f"gap must be at least 0 and below 1 (0.01 is one per cent), not {options['gap']!r}")
     if "time_limit_s" in options and not 0 <= number("time_limit_s") <= 1e7:

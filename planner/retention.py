@@ -45,7 +45,7 @@ Coverage = Literal["clauses", "reservoirs"]
 Lengths = Literal["any", "logarithmic"]
 
 LARGEST = 2**60  # bytes (in units) times event times must stay below this for CP-SAT's 64-bit integers
-EXACT = 2**50  # costs (in units) must stay below this for its doubles
+EXACT = 2**50  # objectives, footprint or time (in units), must stay below this for its doubles
 LENGTHS_PER_OP = 5  # logarithmically spaced interval lengths in the authors' encoding, for each op
 
 
@@ -176,7 +176,7 @@ class RetentionModel:
         spaces = [op.workspace_bytes for op in graph.ops]
         most = sum(self.copies[v] * (spaces[v] + sum(held[x] for x in op.outputs)) for v, op in enumerate(graph.ops))
         grain = max(1, math.gcd(*held, *spaces))
-        self.unit_bytes = max(grain, -(-most * self._horizon // LARGEST))
+        self.unit_bytes = max(grain, -(-most * self._horizon // LARGEST), -(-most // EXACT))
         self.exact = self.unit_bytes == grain and not self._logarithmic
         self.size = [-(-size // self.unit_bytes) for size in held]
         self.workspace = [-(-space // self.unit_bytes) for space in spaces]

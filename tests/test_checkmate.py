@@ -442,6 +442,53 @@ def test_highs_false_infeasible_is_checked() -> None:
     assert answer.outcome is Outcome.SOLVED and answer.cost == pytest.approx(0)
 
 
+@pytest.mark.parametrize("solver", ["cbc", "highs", "scip"])
+@pytest.mark.parametrize(("factor", "odd"), [(10**11, 0), (10**8, 1)])
+def test_one_byte_less_than_keeping_all(solver: str, factor: int, odd: int) -> None:
+    """A solver works to a millionth; a budget one byte short of keep-all looks the same to it, and takes one more run."""
+    unit = chain(4)
+    values = tuple(Value(value.name, value.size_bytes * factor + odd * (x % 2)) for x, value in enumerate(unit.values))
+    graph = Graph("large", unit.ops, values, unit.resident, unit.outputs)
+    budget_bytes = simulate(graph, keep_all(graph)).peak_bytes - 1
+    found = solve(graph, budget_bytes, method="checkmate", gap=0.0, solver=solver)
+    assert found.time_ns == 10 and found.restricted_bound_ns in (9, 10)
+    assert found.restricted_bound_ns == 10 or odd  # sizes with a common divisor are counted in it
+
+
+def test_cbc_false_infeasible_is_checked() -> None:
+    """CBC's preprocessing calls this model infeasible, as its sizes differ by a 10^8th; asked again without, it is not."""
+    million = 10**6
+    sizes = (50 * million, 60 * million, 30 * million, 30 * million + 1, 10 * million + 2, 10 * million + 1, 1, 0, 20 * million)
+    values = tuple(Value(str(x), size) for x, size in enumerate((*sizes, 50 * million + 2, 20 * million)))
+    ops = (
+        Op("a", (0,), (2, 3, 4), 10**8),
+        Op("b", (4,), (5,), 700),
+        Op("c", (0, 5), (6,), 20_000, workspace_bytes=50 * million),
+        Op("d", (5, 6), (7, 8), 0, workspace_bytes=40 * million),
+        Op("e", (5, 8), (9,), 8 * 10**12, workspace_bytes=40 * million),
+        Op("f", (2, 8), (10,), 6 * 10**12),
+    )
+    graph = Graph("odd", ops, values, frozenset({0, 1}), frozenset({2, 5, 10}))
+    found = solve(graph, 260_000_002, method="checkmate", gap=0.0, form="paper")
+    assert found.time_ns == least_time_in_space(graph, 260_000_002) == graph.keep_all_time_ns + 10**8
+
+
+def test_a_solver_in_trouble_is_no_crash(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What OR-Tools raises where HiGHS ends with "unknown" is the end of that solve, and the plan says so."""
+    from ortools.math_opt.core.python import solver
+    from pybind11_abseil.status import Status as Word
+    from pybind11_abseil.status import StatusCode, StatusNotOk
+
+    def trouble(*_: object) -> None:
+        raise StatusNotOk(Word(StatusCode.INTERNAL, "HighsModelStatus was Unknown"))
+
+    monkeypatch.setattr(solver, "solve", trouble)
+    for method in ("checkmate", "checkmate_lp"):
+        found = solve(chain(8), 5, method=method, solver="highs")
+        assert found.status is Status.UNKNOWN
+        assert "highs gives up" in found.notes["stopped"]
+
+
 def knapsack() -> Milp:
     """Least cost 7: the variables 1 and 2."""
     milp = Milp()

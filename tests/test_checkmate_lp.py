@@ -196,7 +196,16 @@ def test_stopped_keeps_the_start() -> None:
 
 @pytest.mark.parametrize(
     ("option", "words"),
-    [({"rounding": "up"}, "unknown rounding 'up'"), ({"allowances": (1.0,)}, "allowances"), ({"solver": "x"}, "unknown solver")],
+    [
+        ({"rounding": "up"}, "unknown rounding 'up'"),
+        ({"allowances": (1.0,)}, "allowances"),
+        ({"allowances": "half"}, "allowances"),
+        ({"allowances": 0.1}, "allowances"),
+        ({"draws": -1}, "draws"),
+        ({"draws": 1.5}, "draws"),
+        ({"solver": "x"}, "unknown solver"),
+        ({"solver": ["cbc"]}, "solver must be"),
+    ],
 )
 def test_options_that_cannot_be_used(option: dict[str, object], words: str) -> None:
     with pytest.raises(InputError, match=words):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from graphs import Graph, GraphMismatch, InfeasibleBudget, InputError, InvalidSchedule, Op, Value
+from graphs import Graph, GraphMismatch, InfeasibleBudget, InputError, InvalidSchedule, NoScheduleFound, Op, Value
 from online import run
 from planner import Compute, Status, keep_all, load_plan, plan, simulate, solve
 
@@ -54,6 +54,38 @@ def test_budget_below_the_minimum_is_refused_with_both_numbers(ladder: Graph) ->
 def test_unusable_budgets_are_refused(ladder: Graph, budget: object) -> None:
     with pytest.raises(InputError, match="give bytes"):
         plan(ladder, budget)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("method", "option", "words"),
+    [
+        ("annealing", {"keep_order": "yes"}, "keep_order must be a bool, not 'yes'"),
+        ("annealing", {"moves": 1e6}, "moves must be an int"),
+        ("checkmate", {"presolve": None}, "presolve must be a bool"),
+        ("checkmate", {"solver": ["cbc"]}, "solver must be a str"),
+        ("rockmate", {"peaks": "4"}, "peaks must be an int"),
+        ("twremat", {"variants": 0}, "variants must be a bool"),
+        ("keep_all", {"progress": 5}, "progress must be a function or None, not 5"),
+    ],
+)
+def test_options_of_the_wrong_kind_are_refused(ladder: Graph, method: str, option: dict[str, object], words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        solve(ladder, 40, method=method, **option)
+
+
+@pytest.mark.parametrize("method", ["annealing", "checkmate", "keep_all", "moccasin", "rotor"])
+def test_numbers_beyond_64_bits_are_refused(ladder: Graph, method: str) -> None:
+    huge = Graph("huge", ladder.ops, (Value("a", 2**62), *ladder.values[1:]), ladder.resident, ladder.outputs)
+    with pytest.raises(InputError, match=r"huge: its bytes add up to 2\^62 bytes or more"):
+        solve(huge, 2**63, method=method)
+    with pytest.raises(InputError, match=r"ladder: its times add up to 2\^1063 ns or more"):
+        solve(ladder.with_costs([10**320, 1, 1, 1, 1]), 40, method=method)
+
+
+def test_keep_all_below_the_minimum_is_infeasible(ladder: Graph) -> None:
+    assert solve(ladder, 29, method="keep_all").status is Status.INFEASIBLE
+    with pytest.raises(NoScheduleFound, match="keeping everything does not fit the budget"):
+        plan(ladder, 35, method="keep_all")
 
 
 def test_unknown_method_and_option_name_the_known_ones(ladder: Graph) -> None:

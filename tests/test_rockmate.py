@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from graphs import Graph, InputError
+from graphs import Graph, InputError, Op, Value
 from graphs.importers import load_checkmate
 from graphs.importers.checkmate import COST_UNIT_NS
 from graphs.synthetic import chain, random_training
@@ -209,6 +209,15 @@ def test_real_models(name: str) -> None:
     assert found.overhead is not None and 0 < found.overhead < 0.2
     assert found.bound_ns == graph.keep_all_time_ns
     assert solve(graph, whole, method="rockmate", time_limit_s=0).status is Status.OPTIMAL
+
+
+def test_few_slots_come_to_an_end() -> None:
+    """Where so few units are all the memory there is, the least memory is not sought any finer."""
+    ops = (Op("a", (0,), (1,), 1), Op("b", (1,), (2,), 1), Op("c", (0,), (3, 4), 1, workspace_bytes=1))
+    values = tuple(Value(str(x), size) for x, size in enumerate((0, 9, 0, 0, 6)))
+    graph = Graph("few", ops, values, frozenset({0}), frozenset({1, 4}))
+    for slots in range(1, 6):
+        assert solve(graph, 15, method="rockmate", slots=slots).status is Status.UNKNOWN
 
 
 def test_more_ways_make_better_schedules() -> None:

@@ -201,6 +201,26 @@ def test_refuses_a_backward_op_that_needs_an_activation_too_long() -> None:
         rotor(replace(graph, ops=(*graph.ops[:-1], late)), 10)
 
 
+def late_backward() -> Graph:
+    """Its last backward op could run before the other; the stages, run backward one after the other, hold more."""
+    ops = (
+        Op("f0", (0,), (1, 2, 3), 2),
+        Op("f1", (3,), (4,), 1),
+        Op("f2", (4,), (5,), 0),
+        Op("b2", (2,), (6,), 8, workspace_bytes=2, backward=True),
+        Op("b0", (3,), (7,), 0, backward=True),
+    )
+    values = tuple(Value(str(x), size) for x, size in enumerate((3, 4, 1, 1, 5, 0, 8, 6)))
+    return Graph("late", ops, values, frozenset({0}), frozenset({7}))
+
+
+@pytest.mark.parametrize("method", ["rotor", "revolve", "rockmate"])
+def test_keeping_all_is_not_missed(method: str) -> None:
+    graph = late_backward()
+    budget_bytes = simulate(graph, keep_all(graph)).peak_bytes
+    assert solve(graph, budget_bytes, method=method).status is Status.OPTIMAL
+
+
 @pytest.mark.parametrize("slots", [0, -1, 1.5, True])
 def test_refuses_slots_that_are_no_number(slots: object) -> None:
     with pytest.raises(InputError, match="slots must be"):

@@ -268,6 +268,17 @@ def test_a_start_is_kept_unless_beaten_and_progress_is_told() -> None:
     assert again.notes["found_by"] == "start"
 
 
+@pytest.mark.parametrize("variants", [True, False])
+def test_what_keeps_all_is_there_from_the_start(variants: bool) -> None:
+    """No tree, no time and no gap needed: the published sequence alone may take more than keep-all."""
+    for seed in range(40):
+        graph = random_graph(seed)
+        for time_limit_s in (0, 60):
+            budget_bytes = simulate(graph, keep_all(graph)).peak_bytes
+            found = solve(graph, budget_bytes, gap=0.1, time_limit_s=time_limit_s, variants=variants)
+            assert (found.status, found.time_ns) == (Status.OPTIMAL, graph.keep_all_time_ns), seed
+
+
 def test_no_time_is_said() -> None:
     found = solve(chain(16), 12, time_limit_s=0)
     assert found.status is Status.UNKNOWN

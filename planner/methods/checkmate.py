@@ -30,6 +30,8 @@ from planner.schedule import Schedule, keep_all, with_frees
 from planner.simulate import simulate
 
 METHOD = "checkmate"
+TRIES = 4  # solves of a budget, where solutions exceed it by less than the solver can tell
+BLUR = 1e-6  # what that is about, as a share of the free bytes
 
 
 def solve(
@@ -70,16 +72,21 @@ def solve(
     search = _Search(graph, budget_bytes, began + time_limit_s, progress)
     try:
         if _needs_solver(search, start):
-            model = checkmate_model(
-                graph,
-                budget_bytes,
-                form=form,
-                presolve=presolve,
-                recompute_backward=recompute_backward,
-                deadline=search.deadline,
-            )
-            search.notes.update(solver=solver, variables=len(model.milp.cost), rows=len(model.milp.row_lower))
-            _solve(search, model, solver, gap, seed, whole_space=recompute_backward)
+            withheld = 0  # bytes
+            for _ in range(TRIES):  # once, unless the solver cannot tell a schedule that fits from one that does not
+                model = checkmate_model(
+                    graph,
+                    budget_bytes - withheld,
+                    form=form,
+                    presolve=presolve,
+                    recompute_backward=recompute_backward,
+                    deadline=search.deadline,
+                )
+                search.notes.update(solver=solver, variables=len(model.milp.cost), rows=len(model.milp.row_lower))
+                excess = _solve(search, model, solver, gap, seed, whole_space=recompute_backward, first=not withheld)
+                if not excess:
+                    break
+                withheld = max(10 * withheld, 2 * excess, int(BLUR * (budget_bytes - graph.resident_bytes)))
     except Stopped as error:
         search.notes["stopped"] = str(error)
     except KeyboardInterrupt:
@@ -111,39 +118,59 @@ def _needs_solver(search: _Search, start: Schedule | None) -> bool:
     return True
 
 
-def _solve(search: _Search, model: CheckmateModel, solver: str, gap: float, seed: int, *, whole_space: bool) -> None:
+def _solve(search: _Search, model: CheckmateModel, solver: str, gap: float, seed: int, *, whole_space: bool, first: bool) -> int:
+    """Give the model to the solver and take what comes of it; the bytes that its solution lacks, where it is
+    worth to try again with less; 0 else.
+
+    first  the model is of all of the budget; only then what is proved holds for it
+    """
     graph = search.graph
-    first = None if search.best is None else start_values(model, search.best)
-    if search.best is not None and first is None:
+    begin = None if search.best is None else start_values(model, search.best)
+    if first and search.best is not None and begin is None:
         search.notes["start"] = "not in Checkmate's space: kept, but the solver begins without it"
     answer = minimise(
         model.milp,
         solver=solver,
         time_limit_s=search.deadline - time.perf_counter(),
         gap=gap * graph.keep_all_time_ns / model.unit_ns,
-        start=first,
+        start=begin,
         seed=seed,
     )
     if answer.stopped:
         search.notes["stopped"] = answer.stopped
     if answer.outcome is Outcome.INFEASIBLE:
-        if first is not None:
+        if begin is not None:
             search.notes["stopped"] = f"{solver} calls a model infeasible that has a solution: its word is not used"
-        else:
+        elif first:
             search.notes["stopped"] = "no schedule in Checkmate's space fits"
             if not whole_space:
                 search.notes["stopped"] += " where no backward op runs twice"
-        return
-    time_ns = None
+        return 0
+    time_ns, excess = None, 0
     if answer.values is not None:
+        peaks: list[int] = []
         for runs in (walk(model, model.held(answer.values)), own_runs(model, answer.values)):
             schedule = None if runs is None else with_frees(graph, runs)
-            if schedule is not None and (trace := simulate(graph, schedule)).peak_bytes <= search.budget_bytes:
-                search.offer(schedule, solver)
+            if schedule is None:
+                continue
+            trace = simulate(graph, schedule)
+            peaks.append(trace.peak_bytes)
+            if search.offer(schedule, solver):
                 time_ns = trace.time_ns
                 break
         else:
-            search.notes["rejected"] = f"the solution of {solver} exceeds the budget by more than rounding explains"
+            excess = min(peaks) - search.budget_bytes
+            search.notes["rejected"] = search.notes.get("rejected", 0) + 1
+            if search.best is None and not answer.stopped:
+                search.notes["stopped"] = (
+                    f"{solver} finds schedules that need {excess:,} bytes more: it cannot tell the difference"
+                )
+    if time_ns is not None and not answer.stopped:
+        search.notes.pop("stopped", None)
+    if answer.stopped:
+        excess = 0  # there is no time to try again
+    if not first:
+        return excess
     bound_ns = model.bound_ns(answer.bound)
     if bound_ns is not None and whole_space:
         # Time of a schedule in the space caps it: that one is then optimal, whatever rounding may say.
@@ -151,6 +178,7 @@ def _solve(search: _Search, model: CheckmateModel, solver: str, gap: float, seed
         search.report("bound")
     elif bound_ns is not None:
         search.notes["bound_without_recomputed_backward_ns"] = bound_ns
+    return excess
 
 
 @dataclass

@@ -66,7 +66,9 @@ def solve(
     began = time.perf_counter()
     if rounding not in ROUNDINGS:
         raise InputError(f"unknown rounding {rounding!r}; there are: {', '.join(ROUNDINGS)}")
-    if allowances is not None and not all(0 <= allowance < 1 for allowance in allowances):
+    if draws < 0:
+        raise InputError(f"draws must be at least 0, not {draws!r}")
+    if allowances is not None and not (isinstance(allowances, Sequence) and all(map(_share, allowances))):
         raise InputError(f"allowances must be shares of the budget, at least 0 and below 1, not {allowances!r}")
     check_solver(solver)
     search = _Search(graph, budget_bytes, began + time_limit_s, gap, seed, solver, rounding, draws, progress)
@@ -91,6 +93,10 @@ def solve(
         infeasible="infeasible" in search.notes,
         notes=search.notes,
     )
+
+
+def _share(given: object) -> bool:
+    return isinstance(given, int | float) and not isinstance(given, bool) and 0 <= given < 1
 
 
 def _run(search: _Search, start: Schedule | None, allowances: Sequence[float] | None) -> None:
@@ -160,7 +166,7 @@ class _Search:
         if answer.stopped == "interrupted":
             raise KeyboardInterrupt
         if answer.values is None:
-            raise Stopped("time limit")
+            raise Stopped(answer.stopped or "time limit")
         self.tried.setdefault(allowance, None)
         for name, held in self._roundings(model, answer.values):
             out_of_time(self.deadline)

@@ -25,6 +25,7 @@ from planner.simulate import simulate
 from planner.stage_model import with_end
 
 METHOD = "moccasin"
+MOST_WORKERS = 10_000  # CP-SAT's own limit
 CHOICES = {
     "numbering": ("affine", "triangular"),
     "coverage": ("clauses", "reservoirs"),
@@ -111,6 +112,8 @@ def _check(copies: int | None, workers: int | None, **given: str) -> None:
     for name, number in (("copies", copies), ("workers", workers)):
         if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
             raise InputError(f"{name} must be an integer at least 1, or None, not {number!r}")
+    if workers is not None and workers > MOST_WORKERS:
+        raise InputError(f"workers must be at most {MOST_WORKERS:,}, not {workers:,}")
     for name, choice in given.items():
         if choice not in CHOICES[name]:
             raise InputError(f"{name} must be one of {', '.join(CHOICES[name])}, not {choice!r}")

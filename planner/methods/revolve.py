@@ -22,7 +22,7 @@ from graphs.ir import Graph
 from planner.bounds import least_bytes
 from planner.chains import Chain, chain_of_ops
 from planner.result import Plan
-from planner.schedule import Schedule, with_frees
+from planner.schedule import Schedule, keep_all, with_frees
 from planner.simulate import simulate
 
 
@@ -60,6 +60,8 @@ def solve(
     bound_ns = graph.keep_all_time_ns
     if (least := least_bytes(graph)) > budget_bytes:
         notes["infeasible"] = f"no schedule in any order fits: {least:,} bytes are needed"
+    elif simulate(graph, keep_all(graph)).peak_bytes <= budget_bytes:
+        schedule, notes["found_by"] = keep_all(graph), "keep all"
     else:
         fits, fails = 0, steps + 1  # numbers of slots
         while fails - fits > 1:

@@ -32,7 +32,7 @@ from networkx.algorithms.approximation import treewidth_min_fill_in
 from graphs.ir import Graph
 from planner.bounds import least_bytes
 from planner.result import Plan
-from planner.schedule import Compute, Schedule, with_frees
+from planner.schedule import Compute, Schedule, keep_all, with_frees
 from planner.simulate import simulate
 
 METHOD = "twremat"
@@ -72,8 +72,9 @@ def solve(
         search.notes["infeasible"] = "no schedule in any order fits: an op alone, or the outputs together, exceed the budget"
     else:
         try:
+            search.offer(keep_all(graph), "keep all", own=False)
             if start is not None:
-                search.offer(start, "start")
+                search.offer(start, "start", own=False)
             _run(search, seed, variants)
         except KeyboardInterrupt:
             search.notes["stopped"] = "interrupted"
@@ -134,10 +135,10 @@ class _Search:
     needs_bytes: int | None = None  # least peak of what was offered
     notes: dict[str, Any] = field(default_factory=dict)
 
-    def offer(self, schedule: Schedule, phase: str) -> int:
-        """Keep a schedule that fits and is the cheapest so far; its peak."""
+    def offer(self, schedule: Schedule, phase: str, *, own: bool = True) -> int:
+        """Keep a schedule that fits and is the cheapest so far; its peak. ``own``: a sequence of the method's."""
         trace = simulate(self.graph, schedule)
-        if self.needs_bytes is None or trace.peak_bytes < self.needs_bytes:
+        if own and (self.needs_bytes is None or trace.peak_bytes < self.needs_bytes):
             self.needs_bytes = self.notes["needs_bytes"] = trace.peak_bytes
         if trace.peak_bytes <= self.budget_bytes and (self.time_ns is None or trace.time_ns < self.time_ns):
             self.best, self.time_ns = schedule, trace.time_ns
