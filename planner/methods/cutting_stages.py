@@ -3,7 +3,8 @@
 Memory is tight around a few moments. A MILP with stages at those events only (``planner.stage_model``) bounds from below
 every schedule that keeps the graph's order of first executions, and its solution, walked, often is a schedule that attains
 the bound. Where the walk overflows the budget, the overflow says which event or row was missing; each round adds some.
-Meanwhile list walks that hold on to what the MILP keeps (``planner.weight_search``) find schedules that do fit.
+Meanwhile list walks that hold on to what the MILP keeps (``planner.weight_search``) find schedules that do fit, and so does a
+chain of blocks (``planner.block_chain``).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from graphs.ir import Graph
+from planner.block_chain import block_schedule
 from planner.bounds import least_bytes
 from planner.milp import Answer, Outcome
 from planner.result import Plan
@@ -32,6 +34,7 @@ SHRINK = (0.97, 0.94, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5)  # budgets of the one-event
 NEW_PER_ROUND = 2  # events or rows added a round at most
 WORK = 50_000  # ops that list walks may run in the first round; twice as many in each further one, up to
 MOST_WORK = 800_000
+BLOCKS_ROUND, BLOCKS_SHARE = 3, 0.15  # blocks are tried after this many rounds, for this share of the time that is left
 IDLE_ROUNDS = 10  # stop after as many searches in a row that found nothing, when there is no event left to add
 NODES = 2_000  # branch-and-bound nodes of one MILP at most
 CHEAP_ROUNDS, CHEAP_VARIABLES = 3, 4_000  # what is this small is solved more exactly than asked:
@@ -126,6 +129,9 @@ def _rounds(search: _Search, tightest: int) -> bool:
         search.offer(schedule, "walk")
         if search.closed(aim):
             return False
+        if round_ == BLOCKS_ROUND:
+            share_s = BLOCKS_SHARE * search.left_s
+            search.offer(block_schedule(graph, search.budget_bytes, time_limit_s=share_s, seed=search.seed)[0], "blocks")
         if round_ == 1:
             search.walks.start()
             _guide(search, closed_graph, tightest)

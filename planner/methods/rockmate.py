@@ -15,10 +15,9 @@ from typing import Any
 
 from graphs.errors import InputError
 from graphs.ir import Graph
-from planner.blocks import BlockSolver, blocks
+from planner.block_chain import block_schedule
 from planner.bounds import least_bytes
-from planner.chain_dp import SLOTS, ChainProgram, solve_chain
-from planner.chains import Chain, chain_of_blocks, held_throughout, small_crossing
+from planner.chain_dp import SLOTS
 from planner.result import Plan
 from planner.schedule import Schedule
 
@@ -50,15 +49,9 @@ def solve(
     if (least := least_bytes(graph)) > budget_bytes:
         notes: dict[str, Any] = {"infeasible": f"no schedule in any order fits: {least:,} bytes are needed"}
     else:
-        chain = _chain(graph)
-        problems = blocks(chain)
-        fixed = graph.resident_bytes + sum(graph.values[v].size_bytes for v in held_throughout(chain))
-        solver = BlockSolver(max(0, budget_bytes - fixed), peaks, saves, began + time_limit_s, seed)
-        # Each block gets its share of the time by its size, so that one hard block leaves the others theirs.
-        total = sum(len(block.graph.ops) for block in problems)
-        ways = [solver.ways(block, time_limit_s * len(block.graph.ops) / total) for block in problems]
-        schedule, notes = solve_chain(ChainProgram(chain, ways), budget_bytes, slots)
-        notes.update(distinct=solver.distinct, solved=solver.solved, exact=solver.exact, ways=sum(map(len, ways)))
+        schedule, notes = block_schedule(
+            graph, budget_bytes, time_limit_s=time_limit_s, seed=seed, peaks=peaks, saves=saves, slots=slots
+        )
     return Plan.of(
         graph,
         budget_bytes,
@@ -71,10 +64,3 @@ def solve(
         infeasible="infeasible" in notes,
         notes=notes,
     )
-
-
-def _chain(graph: Graph) -> Chain:
-    """The chain of blocks; small values cross cuts where that gives more of them."""
-    plain = chain_of_blocks(graph)
-    more = chain_of_blocks(graph, carried=small_crossing(graph))
-    return more if len(more.stages) > len(plain.stages) else plain
