@@ -152,7 +152,7 @@ class PlannedModule(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.step.modes[0] and not self.step.model.training:
             return self.step.model(*args, **kwargs)
-        bound = bind(self.step, _inputs(self.step, args, kwargs), detached=False)
+        bound = bind(self.step, inputs_of_call(self.step, args, kwargs), detached=False)
         for i, source in enumerate(self.step.sources):
             if source.kind == "tangent":
                 bound[i] = self._no_tangent  # autograd brings the real one, and one is all the plan counts
@@ -320,7 +320,7 @@ class Kept:
         return given
 
 
-def _inputs(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def inputs_of_call(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The inputs of a call in the form ``capture`` was given."""
     form = step.form
     if form.names is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -141,15 +142,23 @@ class Plan:
             "max_grad_error": None,
         }
 
-    def module(self, *, cuda_graph: bool = False) -> PlannedModule:
+    def module(self, *, cuda_graph: bool = False, replan: bool | Mapping[str, Any] = False) -> PlannedModule:
         """An ``nn.Module`` that trains with this plan. Needs a captured model and a schedule.
 
+        replan      plan again, for the same bytes, when inputs of other shapes come (see ``planner.replan.ReplanningModule``),
+                    with these options of ``planner.plan``; otherwise they are refused
         cuda_graph  capture the step once and replay it, so that ops cost no host time (see ``planner.cuda_graph.GraphedModule``)
         """
         if self.step is None:
             raise InputError(f"the plan for {self.graph.name} has no captured model behind it, so there is nothing to train")
         if self.schedule is None:
             raise InputError(f"no schedule was found for {self.graph.name} in {self.budget_bytes:,} bytes: nothing to run")
+        if replan is not False:
+            if cuda_graph:
+                raise InputError("replan and cuda_graph exclude each other: every shape would keep memory of its own")
+            from planner.replan import ReplanningModule
+
+            return ReplanningModule(self, {} if replan is True else replan)
         if cuda_graph:
             from planner.cuda_graph import GraphedModule
 

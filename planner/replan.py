@@ -1,0 +1,98 @@
+"""A planned module that plans again for inputs of other shapes. [torch]"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Hashable, Mapping
+from typing import Any, cast
+
+from torch import Tensor
+
+from graphs.capture import Inputs, Step, capture
+from graphs.errors import BudgetExceeded
+from graphs.inputs import plain
+from graphs.torch_private import tree_flatten
+from planner.execute import PlannedModule, inputs_of_call
+from planner.plan import plan, with_costs
+from planner.result import Plan
+
+log = logging.getLogger("belady")
+
+
+class ReplanningModule(PlannedModule):
+    """``PlannedModule`` that keeps one plan per input shape, all for the same model and the same bytes.
+
+    Inputs of a shape that is new are captured and planned for when they come first, with ``options`` (of ``planner.plan``;
+    by default the method and the seed of the first plan), and one line about it is logged (logger "belady", level INFO). A
+    number or text among the inputs that is new counts as a new shape. ``code`` and ``peak_bytes`` are those of the first plan;
+    ``planned`` is how many there are.
+
+    A call raises what ``plan`` raises for its inputs: InfeasibleBudget where they need more than the budget, CaptureError.
+    """
+
+    _others: dict[Hashable, PlannedModule] = {}  # noqa: RUF012  # every object has its own
+    _first: Hashable = None
+    _plan: Plan | None = None
+    _options: Mapping[str, Any] = {}
+
+    def __init__(self, first: Plan, options: Mapping[str, Any]) -> None:
+        step, schedule = first.step, first.schedule
+        assert step is not None and schedule is not None
+        super().__init__(step, schedule, first.budget_bytes)
+        self._plan = first
+        self._options = {"method": first.method, "seed": first.seed, **options}
+        self._others = {}
+        wanted = (node.meta["val"] for node in step.module.graph.find_nodes(op="placeholder"))
+        like = {source.index: tensor for source, tensor in zip(step.sources, wanted, strict=True) if source.kind == "input"}
+        leaves = [_kind(like.get(i, step.form.fixed.get(i))) for i in range(len(step.form.labels))]
+        self._first = (str(step.form.spec), *leaves)
+
+    @property
+    def planned(self) -> int:
+        """How many plans there are."""
+        return 1 + len(self._others)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.step.modes[0] and not self.step.model.training:
+            return super().forward(*args, **kwargs)
+        inputs = inputs_of_call(self.step, args, kwargs)
+        leaves, spec = tree_flatten(plain(inputs))
+        shape: Hashable = (str(spec), *map(_kind, leaves))
+        if shape == self._first:
+            return super().forward(*args, **kwargs)
+        if shape not in self._others:
+            self._others[shape] = self._plan_for(inputs)
+        return self._others[shape](*args, **kwargs)
+
+    def _plan_for(self, inputs: Inputs) -> PlannedModule:
+        before, options = cast(Plan, self._plan), dict(self._options)
+        self.step.fingerprint.check()  # what else was edited is no matter of shapes
+        name, loss = self.step.graph.name, self.step.body.loss
+        step = capture(self.step.model, inputs, loss=loss, name=name, autocast=self.step.autocast)
+        step = with_costs(step, options.pop("costs", "roofline"))
+        module, found = _fitting(step, before.budget_bytes, options)
+        sizes = ", ".join(str(tuple(leaf.shape)) for leaf in tree_flatten(plain(inputs))[0] if isinstance(leaf, Tensor))
+        log.info(
+            "planned %s again for inputs of shape %s: %s bytes of the same budget of %s bytes, %.2f %% overhead, found in "
+            "%.1f s; %d plans now",
+            name, sizes, f"{module.peak_bytes:,}", f"{before.budget_bytes:,}", 100 * (found.overhead or 0), found.wall_s,
+            self.planned + 1,
+        )  # fmt: skip
+        return module
+
+
+def _fitting(step: Step, budget_bytes: int, options: Mapping[str, Any]) -> tuple[PlannedModule, Plan]:
+    """A module within the budget, and its plan: made for less where the module keeps more than the schedule does."""
+    asked_bytes = budget_bytes
+    while True:
+        found = plan(step, asked_bytes, **options)
+        assert found.schedule is not None  # plan raises otherwise
+        try:
+            return PlannedModule(step, found.schedule, budget_bytes), found
+        except BudgetExceeded as error:
+            asked_bytes -= error.asked_bytes - budget_bytes
+
+
+def _kind(leaf: object) -> Hashable:
+    """What a step is captured for: shape and dtype of a tensor, a number or text itself."""
+    return (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else (type(leaf), repr(leaf))

@@ -1,0 +1,217 @@
+"""Planned modules in training loops as people write them: the same numbers as plain PyTorch, to the last bit."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import multiprocessing
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from graphs.capture import capture
+from graphs.costs import roofline
+from graphs.errors import InfeasibleBudget, InputError
+from planner import plan
+from planner.execute import PlannedModule
+from planner.replan import ReplanningModule
+from planner.result import Plan
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "docs" / "examples"
+
+
+class Net(nn.Module):
+    """Dropout and batch norm; two inputs, and two outputs of which the loss takes both."""
+
+    def __init__(self, width: int = 32, depth: int = 4) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
+        self.norms = nn.ModuleList(nn.BatchNorm1d(width) for _ in range(depth))
+        self.head = nn.Linear(width, 5)
+
+    def forward(self, x: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
+        x = x + shift
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            x = x + F.dropout(F.gelu(norm(layer(x))), 0.2, self.training)
+        return self.head(x), x
+
+
+def loss_of(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
+    scores, hidden = output
+    return F.cross_entropy(scores, target) + 0.01 * hidden.square().mean()
+
+
+def batches(count: int, size: int = 256, width: int = 32) -> list[tuple[Tensor, Tensor, Tensor]]:
+    return [(torch.randn(size, width), torch.randn(width), torch.randint(5, (size,))) for _ in range(count)]
+
+
+def planned(model: nn.Module, batch: tuple[Tensor, ...], budget: float = 0.5, **options: Any) -> Plan:
+    return plan(model, budget, inputs=batch, loss=loss_of, gap=0.1, time_limit_s=10, **options)
+
+
+def same(found: Any, wanted: Any) -> None:
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+Loop = Callable[[Callable[..., Tensor], nn.Module, list[tuple[Tensor, ...]]], list[Tensor]]
+
+
+def both(loop: Loop, data: list[tuple[Tensor, ...]], **options: Any) -> None:
+    """Run a training loop with a planned module and with plain PyTorch: losses and all state are the same."""
+    model = Net()
+    twin = copy.deepcopy(model)
+    module = planned(model, data[0], **options).module()
+    results = []
+    for call, part in ((lambda *b: loss_of(twin(*b[:-1]), b[-1]), twin), (module, module)):
+        torch.manual_seed(7)
+        losses = loop(call, part, data)
+        state = {**part.state_dict(), **{f"{n}.grad": p.grad for n, p in part.named_parameters()}}
+        results.append((losses, state, torch.get_rng_state()))
+    same(results[1], results[0])
+
+
+def test_gradients_accumulate_over_micro_batches() -> None:
+    def loop(call: Callable[..., Tensor], part: nn.Module, data: list[tuple[Tensor, ...]]) -> list[Tensor]:
+        optimizer = torch.optim.AdamW(part.parameters(), lr=0.01)
+        losses = []
+        for i, batch in enumerate(data):
+            loss = call(*batch)
+            (loss / 3).backward()
+            losses.append(loss.detach())
+            if i % 3 == 2:
+                nn.utils.clip_grad_norm_(part.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+        call(*data[0]).backward()  # gradients are compared too
+        return losses
+
+    both(loop, batches(6))
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("inside", [False, True], ids=["region when planning", "region in the loop too"])
+def test_bf16_autocast_with_and_without_scaler(scaled: bool, inside: bool) -> None:
+    data = batches(4)
+    model = Net()
+    twin = copy.deepcopy(model)
+    module = planned(model, data[0], budget=0.6, autocast=torch.bfloat16).module()
+    results = []
+    for call, part in ((lambda *b: loss_of(twin(*b[:-1]), b[-1]), twin), (module, module)):
+        torch.manual_seed(7)
+        optimizer = torch.optim.SGD(part.parameters(), lr=0.1, momentum=0.9)
+        scaler = torch.amp.GradScaler("cpu", enabled=scaled, init_scale=2.0**20, growth_interval=2)
+        losses, scales = [], []
+        for i, batch in enumerate(data):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=part is twin or inside):
+                loss = call(*batch)
+            if i == 1:
+                loss = loss * torch.inf  # an overflow: the scaler skips the step
+            scaler.scale(loss).backward()
+            if scaled or i != 1:
+                scaler.unscale_(optimizer)
+                scaler.step(optimizer)
+            scaler.update()
+            losses.append(loss.detach())
+            scales.append(scaler.get_scale())
+        results.append((losses, scales, part.state_dict()))
+        assert not scaled or min(scales) < scales[0]
+    same(results[1], results[0])
+
+
+def test_modes_switch_back_and_forth_and_the_state_is_the_models(tmp_path: Path) -> None:
+    def loop(call: Callable[..., Tensor], part: nn.Module, data: list[tuple[Tensor, ...]]) -> list[Tensor]:
+        optimizer = torch.optim.SGD(part.parameters(), lr=0.1)
+        results = []
+        for i, batch in enumerate(data):
+            optimizer.zero_grad()
+            call(*batch).backward()
+            optimizer.step()
+            if i == 1:  # an epoch ends: evaluate, save, load
+                part.eval()
+                with torch.no_grad():
+                    results += list(part(*batch[:-1])) if part is not call else list(call(*batch[:-1]))
+                part.train()
+                path = tmp_path / f"{type(part).__name__}.pt"
+                torch.save({"model": part.state_dict(), "optimizer": optimizer.state_dict()}, path)
+                content = torch.load(path)
+                part.load_state_dict(content["model"])
+                optimizer.load_state_dict(content["optimizer"])
+                assert list(content["model"]) == list(Net().state_dict())
+        return results
+
+    both(loop, batches(4))
+
+
+# Other shapes.
+
+
+def test_other_shapes_are_refused_with_both_shapes() -> None:
+    (batch,) = batches(1)
+    module = planned(Net(), batch).module()
+    with pytest.raises(InputError, match=r"inputs\[0\] has shape \(255, 32\), but the step was captured with \(256, 32\)"):
+        module(batch[0][1:], batch[1], batch[2][1:])
+
+
+def test_planning_again_keeps_one_plan_per_shape_in_the_same_bytes(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="belady")
+    data = [batch for size in (256, 192, 256, 128, 192, 64) for batch in batches(1, size)]
+    model = Net()
+    twin = copy.deepcopy(model)
+    first = planned(model, data[0], budget=0.6)
+    module = first.module(replan={"gap": 0.1, "time_limit_s": 5})
+    assert isinstance(module, ReplanningModule)
+    results = []
+    for call, part in ((lambda *b: loss_of(twin(*b[:-1]), b[-1]), twin), (module, module)):
+        torch.manual_seed(7)
+        optimizer = torch.optim.SGD(part.parameters(), lr=0.1)
+        losses = []
+        for batch in data:
+            optimizer.zero_grad()
+            loss = call(*batch)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+        results.append((losses, part.state_dict()))
+    same(results[1], results[0])
+    assert module.planned == 4
+    said = [m for m in caplog.messages if "again for inputs of shape" in m]
+    assert len(said) == 3
+    assert "(192, 32), (32,), (192,)" in said[0]
+    assert f"{first.budget_bytes:,} bytes" in said[0]
+    peaks = [other.peak_bytes for other in module._others.values()]
+    assert all(peak <= first.budget_bytes for peak in peaks)
+    (large,) = batches(1, 4096)
+    with pytest.raises(InfeasibleBudget, match=f"cannot run in {first.budget_bytes:,} bytes"):
+        module(*large)
+    assert module.planned == 4
+    module.eval()
+    same(module(*data[1][:-1]), model(*data[1][:-1]))
+
+
+def test_planning_again_is_for_shapes_and_not_for_edits() -> None:
+    (batch, other), model = [batches(1)[0], batches(1, 32)[0]], Net()
+    module = planned(model, batch, 0.7).module(replan=True)
+    model.layers[0].weight.requires_grad_(False)
+    with pytest.raises(InputError, match="frozen or unfrozen"):
+        module(*batch)
+    model.layers[0].weight.requires_grad_(True)
+    model.norms[0] = nn.BatchNorm1d(32)
+    with pytest.raises(InputError, match="the modules"):
+        module(*other)
+    with pytest.raises(InputError, match="exclude each other"):
+        planned(model, batch, 0.7).module(replan=True, cuda_graph=True)
