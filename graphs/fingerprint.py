@@ -72,6 +72,11 @@ class Fingerprint:
         for part in self._parts:
             now = part.module.__dict__
             if type(part.module) is not part.kind:
+                if type(part.module).__name__ == f"FSDP{part.kind.__name__}":
+                    raise InputError(
+                        f"{_module(part.path)} was sharded after the step was captured, and a plan needs whole tensors; shard "
+                        f"the planned module instead: fully_shard(plan.module())"
+                    )
                 raise InputError(f"{_module(part.path)} was of class {part.kind.__name__} when the step was captured; {_AGAIN}")
             try:
                 found = part.get(now)

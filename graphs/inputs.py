@@ -119,6 +119,11 @@ def check_tensor(label: str, tensor: Tensor) -> None:
     """Refuse tensors that are no dense memory on a device."""
     if isinstance(tensor, nn.parameter.UninitializedParameter | nn.parameter.UninitializedBuffer):
         raise CaptureError(f"{label} has no shape yet; run the model once before capturing it")
+    if type(tensor).__name__ == "DTensor":
+        raise CaptureError(
+            f"{label} is sharded (a DTensor), and a plan needs whole tensors; plan the model before it is sharded, and shard the "
+            f"planned module: fully_shard(plan.module())"
+        )
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested or is_traceable_wrapper_subclass(tensor):
         raise CaptureError(f"{label} is a nested, sparse, quantized or wrapped tensor; only plain dense ones can be captured")
     if tensor.device.type == "meta":

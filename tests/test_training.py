@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
-import multiprocessing
-import os
 import socket
 import subprocess
 import sys
@@ -18,11 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from graphs.capture import capture
-from graphs.costs import roofline
-from graphs.errors import InfeasibleBudget, InputError
+from graphs.errors import CaptureError, InfeasibleBudget, InputError
 from planner import plan
-from planner.execute import PlannedModule
 from planner.replan import ReplanningModule
 from planner.result import Plan
 
@@ -215,3 +211,119 @@ def test_planning_again_is_for_shapes_and_not_for_edits() -> None:
         module(*other)
     with pytest.raises(InputError, match="exclude each other"):
         planned(model, batch, 0.7).module(replan=True, cuda_graph=True)
+
+
+# Several processes.
+
+
+class WithLoss(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *batch: Tensor) -> Tensor:
+        return loss_of(self.model(*batch[:-1]), batch[-1])
+
+
+def steps(call: nn.Module, part: nn.Module, data: list[tuple[Tensor, Tensor, Tensor]], accumulate: bool = False) -> Any:
+    """Losses, last gradients and state of some steps; every process draws its own masks."""
+    torch.manual_seed(7 + torch.distributed.get_rank())
+    optimizer = torch.optim.SGD(part.parameters(), lr=0.1, momentum=0.9)
+    losses = []
+    for i, batch in enumerate(data):
+        last = not accumulate or i % 2 == 1
+        with contextlib.nullcontext() if last else call.no_sync():
+            loss = call(*batch)
+            loss.backward()
+        losses.append(loss.detach())
+        if last:
+            optimizer.step()
+            if i + 1 < len(data):
+                optimizer.zero_grad()
+    gradients = [p.grad for p in part.parameters()]
+    return losses, [local(t) for t in gradients], [local(t) for t in part.parameters()], list(part.buffers())
+
+
+def local(tensor: Any) -> Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def with_ddp(data: list[tuple[Tensor, Tensor, Tensor]]) -> None:
+    for accumulate in (False, True):
+        torch.manual_seed(0)
+        model = Net()
+        twin = WithLoss(copy.deepcopy(model))
+        module = planned(model, data[0]).module()
+        results = [steps(nn.parallel.DistributedDataParallel(part), part, data, accumulate) for part in (twin, module)]
+        same(results[1], results[0])
+        reduced = [torch.zeros_like(results[1][1][0]) for _ in range(2)]
+        torch.distributed.all_gather(reduced, results[1][1][0])
+        same(*reduced)  # the gradients are those of both processes
+
+
+def with_fsdp2(data: list[tuple[Tensor, Tensor, Tensor]]) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    for reshard in (False, True):
+        torch.manual_seed(0)
+        model = Net()
+        twin = WithLoss(copy.deepcopy(model))
+        module = planned(model, data[0]).module()
+        results = []
+        for part in (twin, module):
+            sharded = fully_shard(part, reshard_after_forward=reshard)
+            results.append(steps(sharded, part, data))
+        assert type(next(module.parameters())).__name__ == "DTensor"
+        assert results[1][1][0].shape[0] == 16  # half of a gradient each
+        same(results[1], results[0])
+    with pytest.raises(CaptureError, match=r"is sharded .* fully_shard\(plan.module\(\)\)"):
+        planned(model, data[0])
+    for part_of in (lambda m: m, lambda m: m.layers[0]):
+        model = Net()
+        module = planned(model, data[0]).module()
+        fully_shard(part_of(model))
+        with pytest.raises(InputError, match=r"was sharded .* fully_shard\(plan.module\(\)\)"):
+            module(*data[0])
+
+
+def in_process(rank: int, port: int) -> None:
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    try:
+        torch.manual_seed(20 + rank)
+        data = batches(4)
+        with_ddp(data)
+        with_fsdp2(data)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.skipif(
+    not torch.distributed.is_available() or not torch.distributed.is_gloo_available(), reason="torch is built without gloo"
+)
+def test_two_processes_train_as_with_plain_ddp_and_fsdp2() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torch.multiprocessing.spawn(in_process, args=(port,), nprocs=2)
+
+
+# The examples in docs/examples.
+
+
+def run_example(name: str) -> str:
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / name)], capture_output=True, text=True, timeout=300, check=False, cwd=EXAMPLES.parents[1]
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_plain_loop_of_the_examples_runs() -> None:
+    assert "same losses as plain PyTorch: True" in run_example("plain_loop.py")
+
+
+def test_the_trainer_of_the_examples_runs() -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    assert "same losses as the plain Trainer: True" in run_example("trainer.py")
