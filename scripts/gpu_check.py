@@ -1,0 +1,578 @@
+"""Check and measure everything that runs on a GPU: the GPU tests, then the benchmark of planned steps and their rivals.
+
+    python -m belady.gpu_check --out benchmarks/gpu.jsonl
+
+Stops in time (``--seconds``) and says what was left out; the same command goes on from there: a row is known by device, workload,
+method and share of the memory. Without CUDA (or with ``--small``) the same at small sizes.
+
+The solver may run elsewhere: ``--make-graphs DIR`` on the machine with the GPU writes the graphs with the op times measured
+there, ``--make-plans DIR`` anywhere solves them, and ``--plans DIR`` takes these plans, so that no solver is needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import gc
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import dataclass, field, replace
+from multiprocessing import get_context
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from graphs.errors import BeladyError, GraphMismatch, InfeasibleBudget, InputError
+from graphs.ir import Graph
+from graphs.serialize import load_graph, save_graph
+from planner.plan import solve
+from planner.result import Plan, Status, load_plan
+from planner.schedule import keep_all
+from planner.simulate import simulate
+
+from .rows import RowFile
+
+if TYPE_CHECKING:
+    from graphs.capture import Step
+
+    from .gpu_rivals import Bench, Trial
+
+SHARES = (0.9, 0.7, 0.5, 0.4, 0.3)
+LARGE: dict[str, dict[str, int]] = {  # several GB each, a step of 0.1 to 0.3 s
+    "resnet50": {"batch": 128, "size": 224},
+    "vgg16": {"batch": 96, "size": 224},
+    "unet": {"batch": 32, "size": 256},
+    "vit": {"batch": 128},
+    "bert": {"batch": 32, "seq": 512},
+    "gpt2": {"batch": 16, "seq": 1024},
+    "llama": {"batch": 32, "seq": 1024},
+}
+SMALL: dict[str, dict[str, int]] = {  # activations are still a good part of the bytes, and a step takes a second
+    "resnet50": {"batch": 16, "size": 64, "depth": 14},
+    "vgg16": {"batch": 8, "size": 64, "depth": 11},
+    "unet": {"batch": 4, "size": 64, "depth": 2},
+    "vit": {"batch": 16, "size": 96, "depth": 3},
+    "bert": {"batch": 4, "seq": 128, "depth": 2, "vocab": 64},
+    "gpt2": {"batch": 4, "seq": 128, "depth": 2, "vocab": 64},
+    "llama": {"batch": 4, "seq": 128, "depth": 3, "vocab": 64},
+}
+WHOLE = ("eager", "checkpoint:1", "checkpoint:2", "checkpoint:4", "selective:1", "torch_remat:1")
+PLANNED = ("optimum", "optimum+cuda_graph")
+ONLINE = ("online:dtr", "online:dtr_eq", "online:lru", "online:coop")
+COMPILED = "compile"
+METHODS = (*WHOLE, *PLANNED, *ONLINE, COMPILED)
+PLAN_S = 15.0  # solving one budget
+TESTS_SHARE = 0.25  # of the time, at most, for the tests
+
+
+class OutOfTime(BaseException):
+    """The time for everything is over; no cell may take it for a failure of its own."""
+
+
+@dataclass
+class Guard:
+    """Knows how long everything may take, and interrupts what takes longer."""
+
+    seconds: float
+    begin: float = field(default_factory=time.monotonic)
+
+    @property
+    def left_s(self) -> float:
+        return self.begin + self.seconds - time.monotonic()
+
+    @contextlib.contextmanager
+    def limit(self) -> Iterator[None]:
+        """Raise OutOfTime inside when the time is over."""
+        if self.left_s <= 0:
+            raise OutOfTime
+
+        def stop(*_: object) -> None:
+            raise OutOfTime
+
+        before = signal.signal(signal.SIGALRM, stop)
+        signal.setitimer(signal.ITIMER_REAL, self.left_s)
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One row to be made; ``share`` of the keep-all peak, None where the method takes no budget."""
+
+    method: str
+    share: float | None
+
+    def __str__(self) -> str:
+        return self.method if self.share is None else f"{self.method} at {self.share:g}"
+
+
+def cells(methods: Sequence[str], shares: Sequence[float]) -> list[Cell]:
+    """Of one workload, what matters most first."""
+    found = [Cell("eager", None)]
+    found += [Cell(method, share) for share in shares for method in PLANNED if method in methods]
+    found += [Cell(method, None) for method in WHOLE[1:] if method in methods]
+    found += [Cell(method, share) for share in shares for method in ONLINE if method in methods]
+    return found + [Cell(COMPILED, share) for share in shares if COMPILED in methods]
+
+
+def label(name: str, sizes: dict[str, int]) -> str:
+    return "-".join([name, *(f"{size}{number}" for size, number in sizes.items())])
+
+
+# Plans.
+
+
+def solved(graph: Graph, budget_bytes: int, time_limit_s: float) -> Plan:
+    """The plan of one budget, of whatever status. Runs in a process of its own, too."""
+    return solve(graph, budget_bytes, gap=0.005, time_limit_s=time_limit_s)
+
+
+def budget_of(graph: Graph, share: float) -> int:
+    return int(share * simulate(graph, keep_all(graph)).peak_bytes)
+
+
+def graph_file(folder: Path, name: str) -> Path:
+    return folder / f"{name}.graph.json"
+
+
+def plan_file(folder: Path, name: str, share: float) -> Path:
+    return folder / f"{name}-{round(share * 1000):04d}.plan.json"
+
+
+def make_plans(folder: Path, shares: Sequence[float], *, names: Sequence[str], seconds: float, console: Console) -> int:
+    """Solve every graph in a folder for every share; plans that are there and fit their graph stay. The exit code."""
+    files = [graph_file(folder, name) for name in names if graph_file(folder, name).exists()]
+    if not files:
+        raise InputError(f"{folder} holds none of the graphs asked for; write them with --make-graphs first")
+    for path in files:
+        graph = load_graph(path)
+        name = path.name.removesuffix(".graph.json")
+        for share in shares:
+            target = plan_file(folder, name, share)
+            if target.exists() and _fits(target, graph):
+                continue
+            plan = solved(graph, budget_of(graph, share), seconds)
+            plan.save(target)
+            overhead = "-" if plan.overhead is None else f"{plan.overhead:.2%}"
+            console.print(f"{name:<36} {share:>4g} {plan.status!s:<10} {overhead:>8} {plan.wall_s:6.1f} s")
+    return 0
+
+
+def _fits(path: Path, graph: Graph) -> bool:
+    try:
+        load_plan(path, graph)
+    except GraphMismatch:
+        return False
+    return True
+
+
+class Plans:
+    """The plans of one captured step: read from a folder, or solved here, in other processes while the first cells run."""
+
+    def __init__(
+        self, step: Step, name: str, shares: Sequence[float], *, folder: Path | None, pool: ProcessPoolExecutor | None
+    ) -> None:
+        self._step, self._name, self._folder = step, name, folder
+        self._made: dict[float, Plan] = {}
+        self._coming: dict[float, Future[Plan]] = {}
+        if folder is None and pool is not None:
+            self._coming = {s: pool.submit(solved, step.graph, budget_of(step.graph, s), PLAN_S) for s in shares}
+
+    def __getitem__(self, share: float) -> Plan:
+        if share not in self._made:
+            if self._folder is not None:
+                plan = load_plan(plan_file(self._folder, self._name, share), self._step)
+            elif share in self._coming:
+                plan = self._coming[share].result()
+            else:
+                plan = solved(self._step.graph, budget_of(self._step.graph, share), PLAN_S)
+            self._made[share] = replace(plan, step=self._step)
+        return self._made[share]
+
+
+# The benchmark.
+
+
+def captured(name: str, sizes: dict[str, int], device: str, folder: Path | None) -> tuple[Step, Any]:
+    """The step of a workload and its inputs; op times measured on a GPU, modelled on a CPU, or those in a folder's graph."""
+    from graphs.capture import capture
+    from graphs.workloads import build
+    from planner.plan import with_costs
+
+    model, inputs, loss = build(name, device=device, **dict[str, Any](sizes))
+    step = capture(model, inputs, loss=loss, name=label(name, sizes))
+    if folder is None:
+        return with_costs(step, "measured" if device == "cuda" else "roofline", progress=None), inputs
+    path = graph_file(folder, step.graph.name)
+    costed = load_graph(path)
+    if len(costed.ops) == len(step.graph.ops):
+        own = step.with_costs([op.time_ns for op in costed.ops], [op.workspace_bytes for op in costed.ops])
+        if own.graph.fingerprint() == costed.fingerprint():
+            return own, inputs
+    raise GraphMismatch(f"{path} was made for another graph than {step.graph.name} has here: other versions or device")
+
+
+class Workload:
+    """The cells of one workload, run one by one."""
+
+    def __init__(self, name: str, step: Step, bench: Bench, plans: Plans, *, backend: str, halvings: int) -> None:
+        self._name, self._step, self._bench, self._plans = name, step, bench, plans
+        self._backend, self._halvings = backend, halvings
+        self._compiled: dict[float, Trial] = {}  # by ratio
+        self._peaks: dict[float, int] = {}  # by share: where the plan's measured peak was
+
+    def row(self, cell: Cell) -> dict[str, Any]:
+        """Run one cell; what goes wrong in it is in the row."""
+        begin = time.perf_counter()
+        graph = self._step.graph
+        nothing = Plan.of(graph, 0, None, method=cell.method, wall_s=0.0).row()
+        row = {**nothing, "budget_bytes": None, "budget_fraction": None, "share": cell.share}
+        row |= {"fingerprint": graph.fingerprint(), "reason": None, "measured_eager_time_ns": self._bench.plain.time_ns}
+        row["measured_eager_peak_bytes"] = self._bench.plain.peak_bytes
+        try:
+            row |= self._run(cell)
+        except InfeasibleBudget as error:
+            row |= {"status": "INFEASIBLE", "reason": str(error)}
+        except ModuleNotFoundError as error:
+            row |= {"status": "UNAVAILABLE", "reason": str(error)}
+        except Exception as error:  # of any rival's code or the device's; one cell must not cost the others
+            row |= {"status": "FAILED", "reason": f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"[:500]}
+        row["wall_s"] = time.perf_counter() - begin
+        return row
+
+    def _run(self, cell: Cell) -> dict[str, Any]:
+        kind, _, option = cell.method.partition(":")
+        if cell.method == "eager":
+            return self._measured(self._bench.plain)
+        if kind in ("checkpoint", "selective", "torch_remat"):
+            return self._measured(self._bench.checkpointed(self._name, int(option), kind))
+        assert cell.share is not None
+        if cell.method in PLANNED:
+            return self._planned(cell.share, cuda_graph=cell.method != "optimum")
+        if kind == "online":
+            return self._online(cell.share, option)
+        return self._compile(cell.share)
+
+    def _planned(self, share: float, *, cuda_graph: bool) -> dict[str, Any]:
+        if cuda_graph and self._step.device.type != "cuda":
+            return {"status": "UNAVAILABLE", "reason": "CUDA graphs need a CUDA device"}
+        plan = self._plans[share]
+        row = {k: v for k, v in plan.row().items() if k not in ("method", "measured_time_ns", "measured_peak_bytes")}
+        if plan.schedule is None:
+            return {**row, "reason": str(plan.notes.get("infeasible") or plan.notes.get("stopped") or "no schedule found")}
+        trial = self._bench.planned(plan, cuda_graph=cuda_graph)
+        if not cuda_graph:
+            self._peaks[share] = trial.peak_bytes
+        return {**row, **self._measured(trial), "status": str(plan.status)}
+
+    def _online(self, share: float, rule: str) -> dict[str, Any]:
+        from online.runtime import run
+
+        budget_bytes = budget_of(self._step.graph, share)
+        done = run(self._step, budget_bytes, heuristic=rule)
+        row = {k: v for k, v in done.row().items() if k not in ("method", "measured_time_ns", "measured_peak_bytes")}
+        row["measured_search_ns"] = round(done.counters.search_s * 1e9)
+        if not done.completed:
+            return {**row, "reason": f"{done.status}: {done.failure or 'recomputed too much'}"}
+        return {**row, **self._measured(self._bench.online(budget_bytes, rule)), "status": str(Status.FEASIBLE)}
+
+    def _compile(self, share: float) -> dict[str, Any]:
+        """The fastest ratio whose measured peak is at most the plan's, searched by halving.
+
+        Peaks are not monotone in the ratio, so everything measured for any budget counts.
+        """
+        target = self._peaks.get(share, budget_of(self._step.graph, share))
+        row = {"budget_bytes": target, "measured_target_bytes": target, "measured_backend": self._backend}
+        low, high = 0.0, 1.0
+        for _ in range(self._halvings):
+            middle = (low + high) / 2
+            if self._ratio(middle).peak_bytes <= target:
+                low = middle
+            else:
+                high = middle
+        sweep = sorted((ratio, trial.peak_bytes, trial.time_ns) for ratio, trial in self._compiled.items())
+        row["measured_sweep"] = sweep
+        fitting = [ratio for ratio, peak, _ in sweep if peak <= target]
+        if not fitting:
+            return {**row, "status": "UNKNOWN", "reason": "no ratio tried has a measured peak that low"}
+        ratio = min(fitting, key=lambda r: self._compiled[r].time_ns)
+        random = any(op.random for op in self._step.graph.ops)
+        told = "random ops are drawn anew, so gradients cannot be compared" if random else None
+        return {**row, **self._measured(self._compiled[ratio]), "measured_ratio": ratio, "reason": told}
+
+    def _ratio(self, ratio: float) -> Trial:
+        if ratio not in self._compiled:
+            self._compiled[ratio] = self._bench.compiled(ratio, self._backend)
+        return self._compiled[ratio]
+
+    def _measured(self, trial: Trial) -> dict[str, Any]:
+        return {
+            "status": "MEASURED",
+            "measured_time_ns": trial.time_ns,
+            "measured_peak_bytes": trial.peak_bytes,
+            "measured_reserved_bytes": trial.reserved_bytes,
+            "measured_overhead": trial.time_ns / self._bench.plain.time_ns - 1,
+            "max_grad_error": trial.grad_error,
+            "max_buffer_error": trial.buffer_error,
+        }
+
+
+def run_tests(folder: Path, limit_s: float) -> dict[str, Any]:
+    """The GPU tests of a folder in a process of their own; a row."""
+    files = sorted(str(path) for path in folder.glob("test_*.py") if "mark.gpu" in path.read_text(encoding="utf-8"))
+    row: dict[str, Any] = {"graph": None, "method": "tests", "share": None, "reason": None, "files": len(files)}
+    if not files:
+        return {**row, "status": "UNAVAILABLE", "reason": f"no GPU tests in {folder}"}
+    begin = time.perf_counter()
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", *files]
+    try:
+        done = subprocess.run(command, cwd=folder.parent, capture_output=True, text=True, timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        return {**row, "status": "UNKNOWN", "reason": f"stopped after {limit_s:.0f} s", "wall_s": time.perf_counter() - begin}
+    last = next((line for line in reversed(done.stdout.splitlines()) if line.strip()), "")
+    counts = {what: int(number) for number, what in re.findall(r"(\d+) (passed|failed|skipped|errors?|deselected)", last)}
+    failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    if done.returncode not in (0, 1, 5) and not failed:
+        failed = [line for line in done.stderr.splitlines() if line.strip()][-1:]
+    status = "PASSED" if done.returncode == 0 and counts.get("passed") else "SKIPPED" if done.returncode in (0, 5) else "FAILED"
+    reason = "; ".join(failed)[:2000] or None
+    return {**row, "status": status, "tests": counts, "reason": reason, "wall_s": time.perf_counter() - begin}
+
+
+def device_name(device: str) -> str:
+    import torch
+
+    return torch.cuda.get_device_name() if device == "cuda" else "cpu"
+
+
+def settings(device: str) -> dict[str, Any]:
+    """What decides about speed beside versions."""
+    import torch
+
+    found: dict[str, Any] = {"measured_threads": torch.get_num_threads()}
+    if device == "cuda":
+        found |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}  # type: ignore[no-untyped-call]
+        found["deterministic"] = torch.are_deterministic_algorithms_enabled()
+        found["allocator"] = os.environ.get("PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_CUDA_ALLOC_CONF"))
+    return found
+
+
+@dataclass
+class Session:
+    """One run of the command.
+
+    left_out  cells that were not run, by workload
+    failed    cells that failed
+    """
+
+    file: RowFile
+    guard: Guard
+    device: str
+    console: Console
+    arguments: argparse.Namespace
+    left_out: dict[str, list[Cell]] = field(default_factory=dict)
+    failed: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._name, self._settings = device_name(self.device), settings(self.device)
+        rows = (row for row in self.file.rows if row.get("device") == self._name)
+        retry = ("FAILED",) if self.arguments.retry else ()
+        self._done = {(r["graph"], r["method"], r["share"]) for r in rows if r["status"] not in retry}
+
+    def add(self, row: dict[str, Any]) -> None:
+        if row["status"] == "FAILED":
+            self.failed.append(f"{row['graph'] or 'tests'}, {row['method']}: {row['reason']}")
+        self.file.append({**row, "device": self._name, **self._settings})
+
+    def tests(self, folder: Path) -> None:
+        if (None, "tests", None) not in self._done:
+            self.add(run_tests(folder, TESTS_SHARE * self.guard.seconds))
+
+    def missing(self, name: str) -> list[Cell]:
+        """Cells of a workload with no row yet. A missing row of plain PyTorch is made with the others."""
+        wanted = cells(self.arguments.method, self.arguments.budget)
+        return [cell for cell in wanted if (name, cell.method, cell.share) not in self._done]
+
+    def workload(
+        self, name: str, sizes: dict[str, int], limit_s: float, pool: ProcessPoolExecutor | None, tick: Callable[[str], None]
+    ) -> None:
+        """Run what is missing of one workload, as far as ``limit_s`` goes."""
+        from .gpu_rivals import Bench
+
+        begin = time.monotonic()
+        graph_name = label(name, sizes)
+        todo = self.missing(graph_name)
+        at = 0
+        try:
+            with self.guard.limit():
+                tick("capture")
+                folder = Path(self.arguments.plans) if self.arguments.plans else None
+                step, inputs = captured(name, sizes, self.device, folder)
+                plans = Plans(step, graph_name, self.arguments.budget, folder=folder, pool=pool)
+                tick("eager")
+                bench = Bench(step, inputs, repeats=self.arguments.repeats)
+                options = {"backend": self.arguments.backend, "halvings": self.arguments.halvings}
+                work = Workload(name, step, bench, plans, **options)
+                longest_s = 0.0
+                while at < len(todo):
+                    spent_s = time.monotonic() - begin
+                    if spent_s + longest_s > limit_s and at:
+                        break
+                    tick(str(todo[at]))
+                    row = work.row(todo[at])
+                    longest_s = max(longest_s, time.monotonic() - begin - spent_s)
+                    self.add(row)
+                    at += 1
+        except OutOfTime:
+            pass
+        except BeladyError as error:  # no step, so no cells
+            self.add({"graph": graph_name, "method": "capture", "share": None, "status": "FAILED", "reason": str(error)})
+        if at < len(todo):
+            self.left_out[graph_name] = todo[at:]
+
+
+def run_all(session: Session, sizes: dict[str, dict[str, int]], tests: Path | None) -> None:
+    """Tests, then the workloads, each with its part of the time that is left."""
+    arguments, console = session.arguments, session.console
+    todo = {name: chosen for name, chosen in sizes.items() if session.missing(label(name, chosen))}
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with contextlib.ExitStack() as stack:
+        progress = stack.enter_context(Progress(*columns, console=console, disable=not console.is_terminal, transient=True))
+        bar = progress.add_task("tests", total=len(todo))
+        if tests is not None:
+            session.tests(tests)
+        pool = None
+        if session.device == "cuda" and not arguments.plans and todo:
+            pool = stack.enter_context(contextlib.closing(_Pool(min(len(arguments.budget), (os.cpu_count() or 2) - 1)))).pool
+        for at, (name, chosen) in enumerate(todo.items()):
+            if session.guard.left_s <= 0:
+                session.left_out[label(name, chosen)] = session.missing(label(name, chosen))
+                continue
+            limit_s = session.guard.left_s / (len(todo) - at)
+            session.workload(name, chosen, limit_s, pool, functools.partial(_tell, progress, bar, name))
+            progress.advance(bar)
+            _forget(session.device)
+
+
+def _tell(progress: Progress, bar: TaskID, name: str, what: str) -> None:
+    progress.update(bar, description=f"{name}: {what}")
+
+
+class _Pool:
+    """Solver processes that are not waited for at the end."""
+
+    def __init__(self, count: int) -> None:
+        self.pool = ProcessPoolExecutor(max(1, count), mp_context=get_context("spawn"))
+
+    def close(self) -> None:
+        self.pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _forget(device: str) -> None:
+    gc.collect()
+    if device == "cuda":
+        import torch
+
+        torch.cuda.empty_cache()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run; return the exit code: 0 all rows there, 1 tests or cells failed, 3 rows left out for lack of time."""
+    arguments = _parser().parse_args(argv)
+    console = Console(stderr=True)
+    try:
+        return _main(arguments, console)
+    except BeladyError as error:
+        console.print(f"gpu_check: {error}", style="red", highlight=False)
+        return 2
+
+
+def _main(arguments: argparse.Namespace, console: Console) -> int:
+    import torch
+
+    arguments.budget = arguments.budget or list(SHARES)
+    arguments.method = arguments.method or list(METHODS)
+    device = "cpu" if arguments.small or not torch.cuda.is_available() else "cuda"
+    known = SMALL if device == "cpu" and not arguments.large else LARGE
+    sizes = {name: known[name] for name in arguments.only or known}
+    arguments.repeats = arguments.repeats or (3 if device == "cuda" else 1)
+    if arguments.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    if arguments.make_graphs:
+        folder = Path(arguments.make_graphs)
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, chosen in sizes.items():
+            step, _ = captured(name, chosen, device, None)
+            save_graph(step.graph, graph_file(folder, step.graph.name))
+            console.print(f"{step.graph.name}: {len(step.graph.ops)} ops")
+    if arguments.make_plans:
+        names = [label(name, s[name]) for s in (SMALL, LARGE) for name in arguments.only or s]
+        return make_plans(
+            Path(arguments.make_plans), arguments.budget, names=names, seconds=arguments.plan_seconds, console=console
+        )
+    if arguments.make_graphs:
+        return 0
+    tests = Path(arguments.tests) if arguments.tests else None
+    file = RowFile(arguments.out)
+    try:
+        session = Session(file, Guard(arguments.seconds), device, console, arguments)
+        run_all(session, sizes, tests if tests is not None and tests.is_dir() else None)
+    finally:
+        file.close()
+    for line in session.failed:
+        console.print(f"failed: {line}", highlight=False, markup=False)
+    for name, rest in session.left_out.items():
+        console.print(f"left out for lack of time: {name}: {', '.join(map(str, rest))}", highlight=False, markup=False)
+    if session.left_out:
+        console.print(f"{sum(map(len, session.left_out.values()))} cells left out; the same command goes on with them")
+    return 1 if session.failed else 3 if session.left_out else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="gpu_check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--out", default="benchmarks/gpu.jsonl", help="rows are added to this file")
+    add("--seconds", type=float, default=510.0, help="for everything (default: %(default)g)")
+    add("--only", action="append", choices=list(LARGE), help="one workload; several times")
+    add("--method", action="append", choices=METHODS, help="one method, beside plain PyTorch; several times")
+    add("--budget", action="append", type=_share, metavar="SHARE", help="of the keep-all peak; several times")
+    add("--repeats", type=int, help="timed steps a cell (default: 3, on a CPU 1)")
+    add("--backend", default="aot_eager_decomp_partition", help="of torch.compile (default: %(default)s)")
+    add("--halvings", type=int, default=4, help="ratios torch.compile is tried with for each budget (default: %(default)s)")
+    add("--small", action="store_true", help="small sizes on the CPU, even where there is a GPU")
+    add("--large", action="store_true", help="the sizes for a GPU, even on a CPU")
+    add("--deterministic", action="store_true", help="kernels that give the same bits in every run, where there are any")
+    add("--tests", default=str(Path(__file__).resolve().parents[1] / "tests"), help="folder of the GPU tests; empty: none")
+    add("--retry", action="store_true", help="run cells again that failed")
+    add("--plans", metavar="DIR", help="take graphs and plans from there instead of measuring and solving")
+    add("--make-graphs", metavar="DIR", help="only write the graphs there, with op times of this device")
+    add("--make-plans", metavar="DIR", help="only solve the graphs there (with --make-graphs: after writing them)")
+    add("--plan-seconds", type=float, default=60.0, help="for each plan of --make-plans (default: %(default)g)")
+    return parser
+
+
+def _share(text: str) -> float:
+    try:
+        share = float(text)
+    except ValueError:
+        share = 0.0
+    if not 0 < share <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no share of the memory above 0 and up to 1")
+    return share
+
+
+if __name__ == "__main__":
+    sys.exit(main())

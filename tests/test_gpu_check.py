@@ -1,0 +1,222 @@
+"""The GPU check at its small sizes on the CPU: what it promises of every row, and its handling of time, plans and failures."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from belady import gpu_check
+from belady.gpu_check import LARGE, ONLINE, PLANNED, SMALL, Guard, OutOfTime, label, main, run_tests
+from belady.gpu_rivals import blocks, wrapped
+from belady.rows import read_rows
+from graphs.workloads import build
+
+TINY = {
+    "unet": {"batch": 4, "size": 64, "depth": 2},
+    "vit": {"batch": 16, "size": 96, "depth": 2},
+    "llama": {"batch": 8, "seq": 64, "depth": 2, "vocab": 64},
+    "resnet50": {"batch": 16, "size": 64, "depth": 14},
+}
+
+
+@pytest.fixture(autouse=True)
+def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_check, "SMALL", TINY)
+
+
+def check(folder: Path, *arguments: str) -> tuple[int, list[dict[str, Any]]]:
+    out = folder / "rows.jsonl"
+    code = main(["--small", "--tests", "", "--out", str(out), *arguments])
+    return code, read_rows(out)
+
+
+def chosen(*methods: str) -> list[str]:
+    return [part for method in methods for part in ("--method", method)]
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_planned_steps_keep_their_promises(name: str, tmp_path: Path) -> None:
+    """Bit for bit the gradients and buffers of plain PyTorch; the measured peak in the budget and within 2 % of the plan's."""
+    shares = {"unet": (0.8, 0.5), "vit": (0.9, 0.8), "llama": (0.9, 0.8), "resnet50": (0.9, 0.7)}[name]
+    budgets = [part for share in shares for part in ("--budget", str(share))]
+    code, rows = check(tmp_path, "--only", name, *budgets, *chosen("optimum"))
+    assert code == 0 and [(r["method"], r["share"]) for r in rows] == [("eager", None), *(("optimum", share) for share in shares)]
+    eager, *planned = rows
+    for row in planned:
+        assert row["status"] in ("OPTIMAL", "FEASIBLE"), row["reason"]
+        assert row["max_grad_error"] == row["max_buffer_error"] == 0
+        assert row["measured_peak_bytes"] <= row["budget_bytes"] < eager["measured_peak_bytes"]
+        assert row["measured_peak_bytes"] == pytest.approx(row["peak_bytes"], rel=0.02)
+        assert row["recomputed_ops"] > 0 and row["device"] == "cpu" and row["versions"]["torch"] == torch.__version__
+        assert row["measured_overhead"] == pytest.approx(row["measured_time_ns"] / eager["measured_time_ns"] - 1)
+
+
+def test_every_rival_runs(tmp_path: Path) -> None:
+    code, rows = check(tmp_path, "--only", "unet", "--budget", "0.7", "--halvings", "1")
+    assert code == 0
+    found = {row["method"]: row for row in rows}
+    assert list(found) == [cell.method for cell in gpu_check.cells(gpu_check.METHODS, [0.7])]
+    eager = found["eager"]["measured_peak_bytes"]
+    assert found["optimum+cuda_graph"]["status"] == "UNAVAILABLE"
+    for method in ("checkpoint:1", "checkpoint:2", "selective:1"):
+        assert found[method]["status"] == "MEASURED" and found[method]["max_grad_error"] == 0
+    assert found["checkpoint:1"]["measured_peak_bytes"] < found["checkpoint:4"]["measured_peak_bytes"] <= eager
+    remat = found["torch_remat:1"]
+    assert remat["status"] in ("UNAVAILABLE", "MEASURED") and (remat["reason"] is None) == (remat["status"] == "MEASURED")
+    for method in ("optimum", *ONLINE):
+        assert found[method]["max_grad_error"] == 0 and found[method]["measured_peak_bytes"] <= found[method]["budget_bytes"]
+    compiled = found["compile"]
+    assert compiled["status"] in ("MEASURED", "UNKNOWN") and len(compiled["measured_sweep"]) == 1
+    assert compiled["measured_target_bytes"] == found["optimum"]["measured_peak_bytes"]
+
+
+def test_goes_on_where_it_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--only", "unet", "--budget", "0.8", *chosen("optimum", "online:lru")]
+    code, rows = check(tmp_path, *arguments, "--seconds", "0")
+    assert (code, rows) == (3, [])
+    assert "left out for lack of time: unet" in capsys.readouterr().err
+    code, rows = check(tmp_path, *arguments[:-2])
+    assert code == 0 and [r["method"] for r in rows] == ["eager", "optimum"]
+    code, rows = check(tmp_path, *arguments)
+    assert code == 0 and [r["method"] for r in rows] == ["eager", "optimum", "online:lru"]
+    begin = time.process_time()
+    assert check(tmp_path, *arguments) == (0, rows)
+    assert time.process_time() - begin < 1  # nothing was captured
+
+
+def test_plans_made_before_need_no_solver(tmp_path: Path) -> None:
+    """Graphs are written here, solved elsewhere, and run in a process that has neither ortools nor pulp."""
+    plans = tmp_path / "plans"
+    arguments = ["--small", "--only", "unet", "--budget", "0.7"]
+    assert main([*arguments, "--make-graphs", str(plans)]) == 0
+    assert [path.name for path in plans.iterdir()] == [f"{label('unet', TINY['unet'])}.graph.json"]
+    graph = next(plans.iterdir())
+    content = json.loads(graph.read_text())
+    for op in content["ops"]:
+        op["time_ns"] = op["time_ns"] * 3 + 1000  # as if measured on another machine
+    graph.write_text(json.dumps(content))
+    assert main([*arguments, "--make-plans", str(plans)]) == 0
+    plan = next(plans.glob("*.plan.json"))
+    before = plan.read_text()
+    assert main([*arguments, "--make-plans", str(plans)]) == 0 and plan.read_text() == before
+    code = f"""
+import sys
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("ortools", "pulp"):
+            raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, Blocked())
+from belady import gpu_check
+gpu_check.SMALL = {TINY!r}
+methods = ["--method", "optimum", "--method", "online:dtr_eq"]
+folders = ["--plans", {str(plans)!r}, "--out", {str(tmp_path / "rows.jsonl")!r}]
+sys.exit(gpu_check.main([*{arguments!r}, *methods, "--tests", "", *folders]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    rows = {row["method"]: row for row in read_rows(tmp_path / "rows.jsonl")}
+    assert rows["optimum"]["max_grad_error"] == rows["online:dtr_eq"]["max_grad_error"] == 0
+    assert rows["optimum"]["keep_all_time_ns"] == sum(op["time_ns"] for op in content["ops"])
+
+
+def test_plans_for_another_graph_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plans = tmp_path / "plans"
+    assert main(["--small", "--only", "unet", "--make-graphs", str(plans)]) == 0
+    path = next(plans.iterdir())
+    content = json.loads(path.read_text())
+    content["values"][0][1] += 512
+    path.write_text(json.dumps(content))
+    code, rows = check(tmp_path, "--only", "unet", "--plans", str(plans))
+    assert code == 1 and rows[-1]["status"] == "FAILED" and "was made for another graph" in rows[-1]["reason"]
+
+
+def test_what_fails_in_a_cell_is_a_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken() -> Any:
+        raise RuntimeError("no such kernel\nmore lines")
+
+    from belady import gpu_rivals
+
+    monkeypatch.setitem(gpu_rivals.CHECKPOINTS, "selective", broken)
+    arguments = ["--only", "unet", *chosen("selective:1", "checkpoint:1")]
+    code, rows = check(tmp_path, *arguments)
+    assert code == 1 and {r["method"]: r["status"] for r in rows} == {
+        "eager": "MEASURED",
+        "checkpoint:1": "MEASURED",
+        "selective:1": "FAILED",
+    }
+    assert next(r for r in rows if r["status"] == "FAILED")["reason"] == "RuntimeError: no such kernel"
+    assert "failed: unet" in capsys.readouterr().err
+    monkeypatch.undo()
+    monkeypatch.setattr(gpu_check, "SMALL", TINY)
+    assert check(tmp_path, *arguments)[0] == 0  # not again by itself
+    code, rows = check(tmp_path, *arguments, "--retry")
+    assert code == 0 and rows[-1]["method"] == "selective:1" and rows[-1]["status"] == "MEASURED"
+
+
+def test_the_guard_interrupts_what_takes_too_long() -> None:
+    guard = Guard(0.2)
+    begin = time.monotonic()
+    with pytest.raises(OutOfTime), guard.limit():
+        while time.monotonic() < begin + 20:
+            pass
+    assert time.monotonic() < begin + 10
+    with pytest.raises(OutOfTime), guard.limit():
+        pytest.fail("the time was over before")
+    with Guard(60).limit():
+        pass
+
+
+def test_the_gpu_tests_are_run_and_counted(tmp_path: Path) -> None:
+    folder = tmp_path / "tests"
+    folder.mkdir()
+    assert run_tests(folder, 60)["status"] == "UNAVAILABLE"
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu: needs a device\n")
+    test = "import pytest\n@pytest.mark.gpu\ndef test_it(): assert {}\ndef test_other(): assert False\n"
+    (folder / "test_a.py").write_text(test.format("True"))
+    (folder / "test_unrelated.py").write_text("import nothing_there\n")
+    row = run_tests(folder, 60)
+    assert (row["status"], row["tests"], row["files"]) == ("PASSED", {"passed": 1, "deselected": 1}, 1)
+    (folder / "test_b.py").write_text(test.format("1 == 2"))
+    row = run_tests(folder, 60)
+    assert row["status"] == "FAILED" and "test_b.py::test_it" in row["reason"]
+    (folder / "test_b.py").write_text("import pytest, time\n@pytest.mark.gpu\ndef test_it(): time.sleep(60)\n")
+    row = run_tests(folder, 1)
+    assert row["status"] == "UNKNOWN" and row["reason"] == "stopped after 1 s"
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_the_blocks_of_every_workload_are_known(name: str) -> None:
+    model, inputs, loss = build(name, **dict[str, Any](SMALL[name]))
+    found = blocks(name, model)
+    assert len(found) >= 2
+    ran: list[object] = []
+
+    def wrap(forward: Any) -> Any:
+        def inside(*args: Any, **kwargs: Any) -> Any:
+            ran.append(forward)
+            return forward(*args, **kwargs)
+
+        return inside
+
+    model.eval()
+    with torch.no_grad():
+        plain = model(**inputs).loss if loss is None else loss(model(inputs[0]), inputs[1])
+        with wrapped(found[::2], wrap):
+            again = model(**inputs).loss if loss is None else loss(model(inputs[0]), inputs[1])
+    assert len(ran) == len(found[::2]) and torch.equal(plain, again)
+    assert not any("forward" in vars(part) for part in model.modules())
+
+
+def test_sizes_and_methods_are_complete() -> None:
+    assert list(LARGE) == ["resnet50", "vgg16", "unet", "vit", "bert", "gpt2", "llama"] == list(SMALL)
+    methods = [cell.method for cell in gpu_check.cells(gpu_check.METHODS, gpu_check.SHARES)]
+    assert set(methods) == set(gpu_check.METHODS) and len(methods) == 6 + 5 * (len(PLANNED) + len(ONLINE) + 1)
