@@ -439,7 +439,10 @@ def _smallest(program: ChainProgram, slots: int) -> Schedule:
         unit_bytes = max(program.grain_bytes, -(-most // slots), 1)
         tables = program.tables(most, unit_bytes)
         units = tables.least_units()
-        assert units is not None, "a chain program without a schedule in all the memory there is"
+        if units is None:  # rounding up took more than all the memory there is
+            assert unit_bytes > program.grain_bytes, "a chain program without a schedule in all the memory there is"
+            slots *= 2
+            continue
         enough = (units + 1) * unit_bytes
         if units * 3 > slots or unit_bytes <= program.grain_bytes or enough >= most:
             return with_frees(graph, tables.ops(units))

@@ -16,6 +16,8 @@ from typing import Any
 
 from ortools.sat.python import cp_model
 
+from planner.milp import leave_behind
+
 ABANDON_S = 0.5  # a solver that does not stop at its deadline is left behind after so long (and 5 % of the time it had)
 
 
@@ -105,19 +107,21 @@ def minimise(
     thread.start()
     late = deadline + 0.05 * given_s + ABANDON_S
     try:
-        while thread.is_alive() and time.perf_counter() < late:
-            thread.join(0.02 if search.young else 0.1)
+        # The event and not Thread.join: interrupted, that takes a running thread for dead (Python 3.11).
+        while not search.done.wait(0.02 if search.young else 0.1) and time.perf_counter() < late:
             if time.perf_counter() > deadline:
                 solver.stop_search()
             pass_on()
     except KeyboardInterrupt:
         late = time.perf_counter() + ABANDON_S
-        while thread.is_alive() and time.perf_counter() < late:
+        while not search.done.wait(0.02) and time.perf_counter() < late:
             solver.stop_search()
-            thread.join(0.02)
+        if not search.done.is_set():
+            search.leave_behind()
         pass_on()
         raise
-    if thread.is_alive():  # it is deep in presolve and has not looked at the clock
+    if not search.done.is_set():  # it is deep in presolve and has not looked at the clock
+        search.leave_behind()
         pass_on()
         return Answer(Outcome.STOPPED, best[0] if best else None, best[1] if best else None, proved)
     if search.error is not None:
@@ -147,6 +151,7 @@ class _Search(cp_model.CpSolverSolutionCallback):
         self._began = time.perf_counter()
         self.status: Any = None
         self.error: BaseException | None = None
+        self.done = threading.Event()
 
     @property
     def young(self) -> bool:
@@ -157,6 +162,18 @@ class _Search(cp_model.CpSolverSolutionCallback):
             self.status = self._solver.solve(self._model, self)
         except BaseException as error:  # handed to the caller
             self.error = error
+        finally:
+            self.done.set()
+
+    def leave_behind(self) -> None:
+        """The caller leaves. An interpreter that ended before the solver did would abort, so it is stopped, and waited for."""
+
+        def stop() -> None:
+            while not self.done.wait(0.1):  # again and again: told before it has begun, the solver does not listen
+                self._solver.stop_search()
+
+        leave_behind(self.done)
+        threading.Thread(target=stop, name="cp-sat-stop", daemon=True).start()
 
     def on_solution_callback(self) -> None:
         self._news.put(([self.value(x) for x in self._watch], round(self.objective_value)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from random import Random
 
 from graphs.ir import Graph, Op, Value
@@ -70,9 +71,14 @@ def random_chain(layers: int, seed: int, *, plain: bool = False) -> Graph:
 
 def vgg19() -> Graph:
     """VGG19 at batch 1 as Checkmate's authors made it from Keras: 25 layers, FLOPs as times, 4 bytes a number."""
+    return vgg("vgg19", (2, 2, 4, 4, 4))
+
+
+def vgg(name: str, depths: Sequence[int], *, batch: int = 1) -> Graph:
+    """A VGG network with so many convolutions before each pooling, made in the same way."""
     shapes: list[tuple[int, int]] = []  # numbers in the output, FLOPs
     side, channels = 224, 3
-    for width, convolutions in ((64, 2), (128, 2), (256, 4), (512, 4), (512, 4)):
+    for width, convolutions in zip((64, 128, 256, 512, 512), depths, strict=True):
         for _ in range(convolutions):
             shapes.append((side * side * width, 9 * channels * side * side * width))
             channels = width
@@ -82,12 +88,12 @@ def vgg19() -> Graph:
     for width in (4096, 4096, 1000):
         shapes.append((width, shapes[-1][0] * width))
     count = len(shapes)
-    values = [Value(f"x_{i}", 4 * numel) for i, (numel, _) in enumerate(shapes)]
-    ops = [Op(f"layer_{i}", (i - 1,) if i else (), (i,), flops) for i, (_, flops) in enumerate(shapes)]
-    values.append(Value("loss", 4))
+    values = [Value(f"x_{i}", 4 * batch * numel) for i, (numel, _) in enumerate(shapes)]
+    ops = [Op(f"layer_{i}", (i - 1,) if i else (), (i,), batch * flops) for i, (_, flops) in enumerate(shapes)]
+    values.append(Value("loss", 4 * batch))
     ops.append(Op("loss", (count - 1,), (count,), 0))
     for i in range(count - 1, -1, -1):
         reads = (i, 2 * count - i - 1) if i == count - 1 else (i, i + 1, 2 * count - i - 1)
-        values.append(Value(f"d_{i}", 4 * shapes[i][0]))
-        ops.append(Op(f"backward_{i}", reads, (2 * count - i,), 2 * shapes[i][1], backward=True))
-    return Graph("vgg19", tuple(ops), tuple(values), frozenset(), frozenset({2 * count}))
+        values.append(Value(f"d_{i}", 4 * batch * shapes[i][0]))
+        ops.append(Op(f"backward_{i}", reads, (2 * count - i,), 2 * batch * shapes[i][1], backward=True))
+    return Graph(name, tuple(ops), tuple(values), frozenset(), frozenset({2 * count}))

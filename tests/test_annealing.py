@@ -38,7 +38,7 @@ def peak(graph: Graph) -> int:
 def test_its_peak_and_time_are_those_of_the_ruler_after_any_moves(keep_order: bool) -> None:
     """So hot that most moves are taken; with draws and effects, the sequence stays valid."""
     repeats = reordered = 0
-    for seed in range(60):
+    for seed in range(30):
         graph = random_training(6, seed) if seed % 2 else random_graph(seed, max_ops=9, random=True, effect=True)
         annealer = Annealer(graph, range(len(graph.ops)), int(0.8 * peak(graph)), seed, keep_order=keep_order)
         for _ in range(6):
@@ -48,8 +48,8 @@ def test_its_peak_and_time_are_those_of_the_ruler_after_any_moves(keep_order: bo
         repeats += trace.recomputed_ops > 0
         firsts = list(dict.fromkeys(annealer.sequence))
         reordered += firsts != sorted(firsts)
-    assert repeats >= 30
-    assert reordered == 0 if keep_order else reordered >= 20
+    assert repeats >= 15
+    assert reordered == 0 if keep_order else reordered >= 10
 
 
 def test_spreading_changes_nothing() -> None:
@@ -64,7 +64,7 @@ def test_spreading_changes_nothing() -> None:
 @pytest.mark.parametrize("keep_order", [False, True])
 def test_never_better_than_brute_force_and_mostly_as_good(keep_order: bool) -> None:
     optimal = found_any = 0
-    for seed in range(40):
+    for seed in range(20):
         graph = random_graph(seed, max_ops=6, random=seed % 2 == 0, effect=seed % 3 == 0)
         budget_bytes = random_budget(graph, seed)
         best = least_time(graph, budget_bytes, keep_order=keep_order)
@@ -75,7 +75,7 @@ def test_never_better_than_brute_force_and_mostly_as_good(keep_order: bool) -> N
             assert found.status is (Status.OPTIMAL if found.time_ns == graph.keep_all_time_ns else Status.FEASIBLE)
             found_any += 1
             optimal += found.time_ns == best[0]
-    assert found_any >= 30
+    assert found_any >= 15
     assert optimal >= 0.9 * found_any
 
 
@@ -108,9 +108,9 @@ def test_with_the_graphs_order_it_is_no_better_than_the_proven_optimum() -> None
     """Started from the annealed schedule, Moccasin improves on it by a hundredth at most (at 90 %, as published for RL1)."""
     graph = random_layered("RL1", 1)
     budget_bytes = int(0.9 * peak(graph))
-    annealed = anneal(graph, budget_bytes, keep_order=True, moves=150_000)
+    annealed = anneal(graph, budget_bytes, keep_order=True, moves=100_000)
     assert annealed.schedule is not None and annealed.overhead is not None
-    exact = solve(graph, budget_bytes, method="moccasin", workers=1, gap=0.0, copies=3, start=annealed.schedule, time_limit_s=40)
+    exact = solve(graph, budget_bytes, method="moccasin", workers=1, gap=0.0, copies=3, start=annealed.schedule, time_limit_s=20)
     assert exact.overhead is not None and "phase_1_s" not in exact.notes  # the annealed schedule is one of its space
     assert exact.overhead <= annealed.overhead <= exact.overhead + 0.01
 
@@ -142,7 +142,7 @@ def test_a_budget_below_any_op_is_infeasible_and_a_miss_is_not() -> None:
     assert missed.notes["smallest_peak_bytes"] > 3
 
 
-@pytest.mark.parametrize("limit_s", [0, 0.5, 2])
+@pytest.mark.parametrize("limit_s", [0, 0.5, 1])
 def test_the_time_limit_is_kept(limit_s: float) -> None:
     graph = random_layered("RL4", 0)
     began = time.perf_counter()

@@ -28,6 +28,7 @@ from planner.mip_solvers import (
     minimise,
 )
 from planner.schedule import Compute, Schedule, computes, with_frees
+from tests.chains import vgg19
 from tests.oracles import _frees
 from tests.strategies import random_budget, random_graph
 
@@ -130,36 +131,7 @@ def test_lp_bounds_of_the_unit_chain(budget: int) -> None:
 
     assert bound("paper", False) == pytest.approx(CHAIN_8_LP["paper"][budget], abs=6e-4)
     for presolve in (False, True):
-        assert CHAIN_8_LP["strong"][budget] - (budget in (3, 4)) - 1e-6 <= bound("strong", presolve) <= CHAIN_8[budget] + 1e-6
-
-
-def vgg19() -> Graph:
-    """VGG19 for one image of 224 x 224, with the FLOPs as times: 16 convolutions, 5 poolings, flatten, 3 dense layers."""
-    size, channels = 224, 3
-    made: list[int] = []  # elements of each layer's output
-    flops: list[int] = []
-    for width, depth in ((64, 2), (128, 2), (256, 4), (512, 4), (512, 4)):
-        for _ in range(depth):
-            made.append(width * size * size)
-            flops.append(9 * channels * made[-1])
-            channels = width
-        size //= 2
-        made.append(width * size * size)
-        flops.append(0)
-    made.append(made[-1])
-    flops.append(0)
-    for width in (4096, 4096, 1000):
-        flops.append(made[-1] * width)
-        made.append(width)
-    layers = len(made)
-    ops = [Op(f"f{i}", (i - 1,) if i else (), (i,), flops[i]) for i in range(layers)]
-    ops.append(Op("loss", (layers - 1,), (layers,), 0))
-    for i in range(layers - 1, -1, -1):
-        reads = {2 * layers - i - 1, i, i + 1}
-        ops.append(Op(f"b{i}", tuple(sorted(reads)), (2 * layers - i,), 2 * flops[i], backward=True))
-    sizes = [4 * m for m in made]
-    values = tuple(Value(op.name, s) for op, s in zip(ops, [*sizes, 4, *reversed(sizes)], strict=True))
-    return Graph("vgg19", tuple(ops), values, frozenset(), frozenset({2 * layers}))
+        assert CHAIN_8_LP["strong"][budget] - 1e-6 <= bound("strong", presolve) <= CHAIN_8[budget] + 1e-6
 
 
 def test_vgg19() -> None:
@@ -176,13 +148,16 @@ def instance(data: Path, name: str) -> Graph:
     return load_checkmate(data / "checkmate_instances" / f"{name}.json")
 
 
+@pytest.mark.slow
 def test_vgg16_solved(data: Path) -> None:
     graph = instance(data, "vgg16_176")
-    found = solve(graph, 10 * GB, method="checkmate", gap=0.0, time_limit_s=120)
-    assert found.time_ns == found.restricted_bound_ns == 250_600 * UNIT_NS
+    found = solve(graph, 10 * GB, method="checkmate", gap=1e-4, time_limit_s=120)
+    assert found.time_ns is not None and found.restricted_bound_ns is not None
+    assert found.restricted_bound_ns <= 250_600 * UNIT_NS <= found.time_ns <= 1.0001 * found.restricted_bound_ns
     assert solve(graph, 7 * GB // 2, method="checkmate").status is Status.INFEASIBLE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "gigabytes", "optimum"),
     [("vgg16_176", 9, 251_383), ("vgg16_176", 8, 255_828), ("unet_11", 10, 192_792), ("unet_11", 9, 193_682)],
@@ -209,7 +184,7 @@ def test_published_instances(data: Path, name: str, gigabytes: int, optimum: int
 # Brute force
 
 
-@pytest.mark.parametrize("seeds", [range(start, start + 50) for start in range(0, 200, 50)], ids=lambda r: f"from{r.start}")
+@pytest.mark.parametrize("seeds", [range(start, start + 50) for start in range(0, 100, 50)], ids=lambda r: f"from{r.start}")
 def test_agrees_with_brute_force(seeds: range) -> None:
     """Several outputs, workspace, effects, random ops, budgets down to one byte below the least."""
     solved = refused = 0

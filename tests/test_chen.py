@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from graphs.importers import load_checkmate
 from graphs.synthetic import chain, linear_network, random_training
 from planner import Status, keep_all, simulate, solve
 from planner.chains import forward_count, separators
-from planner.checkpoints import candidates_of, every_root, runs
+from planner.checkpoints import Trials, candidates_of, every_root, runs
 from planner.methods.chen_greedy import solve as chen_greedy
 from planner.methods.chen_sqrt import solve as chen_sqrt
 from planner.schedule import Compute, with_frees
@@ -182,6 +183,21 @@ def test_effects_run_once_and_buffers_stay() -> None:
     trace = simulate(graph, schedule)
     assert set(trace.recomputed) == {0, 1} and 2 not in trace.recomputed
     assert sum(step == Compute(2) for step in schedule) == 1
+
+
+def test_an_interruption_keeps_what_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = chain(9)
+    take, taken = Trials.take, [0]
+
+    def interrupted(trials: Trials, checkpoints: Iterable[int]) -> bool:
+        taken[0] += 1
+        if taken[0] == 9:
+            raise KeyboardInterrupt
+        return take(trials, checkpoints)
+
+    monkeypatch.setattr(Trials, "take", interrupted)
+    found = solve(graph, 12, method="chen_greedy")
+    assert found.notes["stopped"] == "interrupted" and found.schedule is not None
 
 
 def test_one_b_instead_of_the_sweep() -> None:

@@ -11,16 +11,19 @@ import time
 from pathlib import Path
 
 import pytest
+from ortools.sat.python import cp_model
 
 from graphs import Graph, Op, Value
 from graphs.errors import InputError
 from graphs.importers import load_checkmate
 from graphs.synthetic import chain, random_layered, random_training
-from planner import Plan, Status, keep_all, simulate, solve
+from planner import Plan, Status, cp_sat, keep_all, simulate, solve
 from planner.bounds import least_bytes
+from planner.milp import solving
 from planner.retention import RetentionModel, last_stages, sequence, staged
 from planner.schedule import with_frees
 from planner.stage_model import with_end
+from tests.chains import vgg, vgg19
 from tests.oracles import least_budget, least_time
 from tests.strategies import random_budget, random_graph
 
@@ -54,7 +57,7 @@ def least_staged_time(graph: Graph, budget_bytes: int, copies: int | None) -> in
     return best
 
 
-@pytest.mark.parametrize(("copies", "max_ops", "seeds"), [(2, 5, range(70)), (3, 5, range(100, 125)), (None, 5, range(200, 215))])
+@pytest.mark.parametrize(("copies", "max_ops", "seeds"), [(2, 5, range(40)), (3, 5, range(100, 115)), (None, 5, range(200, 210))])
 def test_equals_brute_force_in_its_space(copies: int | None, max_ops: int, seeds: range) -> None:
     rerun = refused = 0
     for seed in seeds:
@@ -79,7 +82,7 @@ def test_equals_brute_force_in_its_space(copies: int | None, max_ops: int, seeds
 def test_never_claims_what_another_schedule_disproves(copies: int | None) -> None:
     """Against all schedules with the graph's order, and against all of Checkmate's space for the restricted bound."""
     agreed = bounds = 0
-    for seed in range(400, 440):
+    for seed in range(400, 420):
         graph = random_graph(seed, max_ops=5)
         budget_bytes = random_budget(graph, seed)
         found = moccasin(graph, budget_bytes, copies=copies)
@@ -93,13 +96,13 @@ def test_never_claims_what_another_schedule_disproves(copies: int | None) -> Non
             unlimited = moccasin(graph, budget_bytes, copies=None).time_ns
             assert unlimited is None or found.restricted_bound_ns <= unlimited, seed
             bounds += found.restricted_bound_ns > graph.keep_all_time_ns
-    assert agreed >= {1: 1, 2: 28, 3: 33, None: 36}[copies]
-    assert bounds >= 8
+    assert agreed >= {1: 1, 2: 14, 3: 16, None: 18}[copies]
+    assert bounds >= 4
 
 
 def test_below_the_least_budget_of_any_order_it_is_infeasible_or_says_why_not() -> None:
     refused = 0
-    for seed in range(40):
+    for seed in range(20):
         graph = random_graph(seed, max_ops=5)
         found = moccasin(graph, least_budget(graph, keep_order=False) - 1, copies=None)
         assert found.schedule is None
@@ -108,11 +111,11 @@ def test_below_the_least_budget_of_any_order_it_is_infeasible_or_says_why_not() 
         else:
             assert found.notes["stopped"] == NOTHING_FITS
             assert found.notes["space_least_bytes"] >= least_budget(graph, keep_order=False)
-    assert 20 <= refused < 40
+    assert 10 <= refused < 20
 
 
 def test_the_least_budget_of_the_space_is_just_enough() -> None:
-    for seed in range(30):
+    for seed in range(15):
         graph = random_graph(seed, max_ops=5)
         low = least_budget(graph, keep_order=True)
         found = moccasin(graph, low - 1, copies=2)
@@ -139,11 +142,32 @@ def test_unit_chain_of_eight_layers(budget: int, runs: int) -> None:
 
 
 def test_unit_chain_in_the_least_budget() -> None:
-    """In three units, every backward op runs the forward again from the start: 11 + 4 + 3 + 2 + 1 for five layers."""
-    graph = chain(5)
-    assert moccasin(graph, 3, copies=None).time_ns == 21
-    assert moccasin(graph, 3, copies=4).notes["stopped"] == NOTHING_FITS
+    """In three units, every backward op runs the forward again from the start: 9 + 3 + 2 + 1 for four layers."""
+    graph = chain(4)
+    assert moccasin(graph, 3, copies=None).time_ns == 15
+    assert moccasin(graph, 3, copies=3).notes["stopped"] == NOTHING_FITS
     assert moccasin(graph, 2, copies=None).status is Status.INFEASIBLE
+
+
+@pytest.mark.parametrize(
+    ("name", "depths", "size", "peak_bytes"),
+    [("VGG16", (2, 2, 3, 3, 3), (45, 87), 15_825_108_992), ("VGG19", (2, 2, 4, 4, 4), (51, 99), 17_058_234_368)],
+)
+def test_peaks_of_published_graphs(name: str, depths: tuple[int, ...], size: tuple[int, int], peak_bytes: int) -> None:
+    """Nodes, edges and peak without re-runs that the authors' files of Checkmate's graphs have, at batch 256."""
+    graph = vgg(name, depths, batch=256)
+    assert (len(graph.ops), sum(len(op.inputs) for op in graph.ops)) == size
+    assert simulate(graph, keep_all(graph)).peak_bytes == peak_bytes
+
+
+def test_three_runs_an_op_reach_the_optimum_of_vgg19() -> None:
+    """Its published optimum in 51,380,224 bytes, 58.98289152 GFLOP, and 80 % of the peak at batch 256, where Checkmate agrees."""
+    found = moccasin(vgg19(), 51_380_224, copies=3)
+    assert found.time_ns == found.notes["space_bound_ns"] == 58_982_891_520
+    graph = vgg("VGG19", (2, 2, 4, 4, 4), batch=256)
+    budget_bytes = -(-8 * 17_058_234_368 // 10)
+    exact = solve(graph, budget_bytes, method="checkmate", gap=0.0)
+    assert moccasin(graph, budget_bytes, copies=2).time_ns == exact.time_ns == exact.restricted_bound_ns
 
 
 PUBLISHED = [
@@ -153,6 +177,7 @@ PUBLISHED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "gigabytes", "cost"), PUBLISHED)
 def test_published_instances(data: Path, name: str, gigabytes: int, cost: int) -> None:
     """Published optima of Checkmate's MILP: never beaten in its space, and reached with a few runs an op."""
@@ -175,7 +200,7 @@ def training(layers: int, seed: int, share: float) -> tuple[Graph, int]:
 
 def test_fewer_runs_an_op_only_cost_more() -> None:
     strictly = 0
-    cases = [(graph := random_graph(seed), random_budget(graph, seed)) for seed in range(25)]
+    cases = [(graph := random_graph(seed), random_budget(graph, seed)) for seed in range(10)]
     cases += [(chain(4, backward_time_ns=3), budget) for budget in (3, 4, 5)]
     for graph, budget_bytes in cases:
         found = [moccasin(graph, budget_bytes, copies=copies) for copies in (1, 2, 3, None)]
@@ -192,7 +217,7 @@ def test_fewer_runs_an_op_only_cost_more() -> None:
 @pytest.mark.parametrize("coverage", ["clauses", "reservoirs"])
 def test_encodings_of_the_same_space_agree(numbering: str, coverage: str) -> None:
     rerun = 0
-    for seed in range(8):
+    for seed in range(4):
         graph, budget_bytes = training(5, seed, 0.4)
         plain = moccasin(graph, budget_bytes)
         other = moccasin(graph, budget_bytes, numbering=numbering, coverage=coverage)
@@ -200,12 +225,12 @@ def test_encodings_of_the_same_space_agree(numbering: str, coverage: str) -> Non
         assert plain.notes.get("space_least_bytes") == other.notes.get("space_least_bytes"), seed
         assert plain.restricted_bound_ns == other.restricted_bound_ns, seed
         rerun += "proved" in plain.notes
-    assert rerun >= 4
+    assert rerun >= 2
 
 
 def test_the_published_encoding_costs_no_less_and_claims_no_bound() -> None:
     """Interval lengths from a coarse choice end late: schedules are lost, so nothing is proved about Checkmate's space."""
-    for seed in range(6):
+    for seed in range(3):
         graph, budget_bytes = training(5, seed, 0.4)
         plain = moccasin(graph, budget_bytes)
         other = moccasin(graph, budget_bytes, numbering="triangular", coverage="reservoirs", lengths="logarithmic")
@@ -372,7 +397,7 @@ def tight() -> tuple[Graph, int]:
 
 
 @pytest.mark.parametrize("numbering", ["affine", "triangular"])
-@pytest.mark.parametrize("limit_s", [0, 0.2, 3])
+@pytest.mark.parametrize("limit_s", [0, 0.2, 2])
 def test_the_time_limit_is_kept_over_both_phases(numbering: str, limit_s: float) -> None:
     graph, budget_bytes = tight()
     began = time.perf_counter()
@@ -394,7 +419,7 @@ def test_a_limit_is_not_called_infeasible() -> None:
 def test_a_gap_is_no_proof_of_the_optimum() -> None:
     """CP-SAT reports OPTIMAL within its gap; the bound must not be raised to the time."""
     loose = 0
-    for seed in range(6):
+    for seed in range(3):
         graph, budget_bytes = training(6, seed, 0.4)
         exact, rough = moccasin(graph, budget_bytes), moccasin(graph, budget_bytes, gap=0.5)
         if exact.time_ns is None or rough.time_ns is None:
@@ -428,13 +453,35 @@ def test_interrupting_returns_what_was_found() -> None:
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd=root) as child:
         try:
             assert child.stdout is not None and child.stdout.readline() == "ready\n"
-            time.sleep(3)
+            time.sleep(2)
             child.send_signal(signal.SIGINT)
-            out, _ = child.communicate(timeout=30)
+            out, _ = child.communicate(timeout=60)
         finally:
             child.kill()
     assert child.returncode == 0
     assert out.splitlines()[-1] == "interrupted FEASIBLE True"
+
+
+def test_a_solver_left_behind_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Deep in presolve CP-SAT does not stop at once; an interpreter that ended before it would abort."""
+    solver = cp_model.CpSolver
+    solve_in_time, told = solver.solve, []
+
+    def deaf(self: cp_model.CpSolver, *given: object) -> object:
+        time.sleep(2)
+        return solve_in_time(self, *given)
+
+    monkeypatch.setattr(solver, "solve", deaf)
+    monkeypatch.setattr(solver, "stop_search", lambda self: told.append(self))
+    monkeypatch.setattr(cp_sat, "ABANDON_S", 0.1)
+    found = moccasin(chain(4), 4, time_limit_s=0.5)
+    assert found.notes["stopped"] == "time limit" and found.wall_s < 2
+    assert solving()  # the interpreter would wait
+    heard = len(told)
+    deadline = time.perf_counter() + 20
+    while solving() and time.perf_counter() < deadline:
+        time.sleep(0.1)
+    assert not solving() and len(told) > heard  # told again, in case it had not begun
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,11 @@ METHODS = {
 
 
 class Solve(Protocol):
-    """What every method's ``solve`` looks like. Options common to all: gap, time_limit_s, seed, start, progress."""
+    """What every method's ``solve`` looks like. Options common to all: gap, time_limit_s, seed, start, progress.
+
+    Methods that build their schedules by rule or table (keep_all, the Chen rules, Revolve, Rotor, Rockmate) take no notice of
+    ``start`` and ``progress``.
+    """
 
     def __call__(self, graph: Graph, budget_bytes: int, **options: object) -> Plan: ...
 

@@ -37,7 +37,7 @@ def solve(
 ) -> Plan:
     """The cheapest schedule of the sweep that fits; ``bound_ns`` is the keep-all time.
 
-    time_limit_s  stop the sweep after this long
+    time_limit_s  stop the sweep after this long; Ctrl-C stops it at once. Either way the best so far is returned
     candidates    what may be a checkpoint: "articulation" (ops on which all later ones depend), "linearized" (every forward op),
                   or "both"
     b_bytes       one b instead of the sweep over 301 values from 0 to 3 r, with r the activation bytes of the linearized
@@ -52,21 +52,25 @@ def solve(
     if (least := least_bytes(graph)) > budget_bytes:
         notes["infeasible"] = f"no schedule in any order fits: {least:,} bytes are needed"
     else:
-        limits = _sweep(graph) if b_bytes is None else [b_bytes]
-        for kind in asked:
-            allowed = frozenset(candidates_of(graph, kind))
-            for limit in limits:
-                if trials.take(_checkpoints(graph, allowed, limit)):
-                    notes.update(candidates=kind, b_bytes=limit)
-                if time.perf_counter() - began > time_limit_s:
-                    notes["stopped"] = "time limit"
-                    break
+        try:
+            limits = _sweep(graph) if b_bytes is None else [b_bytes]
+            for kind in asked:
+                allowed = frozenset(candidates_of(graph, kind))
+                for limit in limits:
+                    if trials.take(_checkpoints(graph, allowed, limit)):
+                        notes.update(candidates=kind, b_bytes=limit)
+                    if time.perf_counter() - began > time_limit_s:
+                        notes["stopped"] = "time limit"
+                        break
+        except KeyboardInterrupt:
+            notes["stopped"] = "interrupted"
         notes["tried"] = trials.count
-        if trials.schedule is None:
-            notes["needs_bytes"] = trials.needs_bytes
-            notes["stopped"] = f"the smallest of {trials.count} greedy schedules needs {trials.needs_bytes:,} bytes"
-        else:
+        if trials.schedule is not None:
             notes["checkpoints"] = len(trials.checkpoints)
+        elif trials.needs_bytes is not None:
+            notes["needs_bytes"] = trials.needs_bytes
+            smallest = f"the smallest of {trials.count} greedy schedules needs {trials.needs_bytes:,} bytes"
+            notes["stopped"] = f"{notes['stopped']}; {smallest}" if "stopped" in notes else smallest
     return Plan.of(
         graph,
         budget_bytes,

@@ -37,7 +37,7 @@ def solve(
 ) -> Plan:
     """The cheapest schedule that blocks and dynamic program give; ``bound_ns`` is the keep-all time.
 
-    time_limit_s  for the blocks' MILPs; the dynamic program comes on top
+    time_limit_s  for the blocks' MILPs; the dynamic program comes on top. Ctrl-C ends all; there is no schedule before the end
     peaks, saves  budgets for each block: of its peak, and of what it holds between forward and backward pass
     slots         memory units of the dynamic program at most
     """
@@ -49,9 +49,12 @@ def solve(
     if (least := least_bytes(graph)) > budget_bytes:
         notes: dict[str, Any] = {"infeasible": f"no schedule in any order fits: {least:,} bytes are needed"}
     else:
-        schedule, notes = block_schedule(
-            graph, budget_bytes, time_limit_s=time_limit_s, seed=seed, peaks=peaks, saves=saves, slots=slots
-        )
+        try:
+            schedule, notes = block_schedule(
+                graph, budget_bytes, time_limit_s=time_limit_s, seed=seed, peaks=peaks, saves=saves, slots=slots
+            )
+        except KeyboardInterrupt:
+            notes = {"stopped": "interrupted"}
     return Plan.of(
         graph,
         budget_bytes,
