@@ -220,6 +220,31 @@ def test_few_slots_come_to_an_end() -> None:
         assert solve(graph, 15, method="rockmate", slots=slots).status is Status.UNKNOWN
 
 
+def test_few_slots_still_say_what_is_needed() -> None:
+    """Rounded up to so few units, what is held together is more than all the memory there is."""
+    ops = (
+        Op("a", (0,), (2,), 6),
+        Op("b", (1,), (3, 4, 5), 7, random=True, effect=True),
+        Op("c", (4,), (6, 7, 8), 2, random=True),
+        Op("d", (3, 8), (9,), 5, effect=True, backward=True),
+        Op("e", (2, 8), (10,), 2, effect=True, backward=True),
+    )
+    values = tuple(Value(str(x), size) for x, size in enumerate((5, 3, 2, 7, 1, 9, 7, 0, 0, 1, 1)))
+    graph = Graph("few", ops, values, frozenset({0, 1}), frozenset({4, 9, 10}))
+    for slots in range(1, 6):
+        found = solve(graph, 26, method="rockmate", slots=slots)
+        assert found.schedule is not None or found.notes["needs_bytes"] > 26
+
+
+def test_an_interruption_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(BlockSolver, "ways", interrupted)
+    found = solve(chain(8), 6, method="rockmate")
+    assert found.status is Status.UNKNOWN and found.notes["stopped"] == "interrupted"
+
+
 def test_more_ways_make_better_schedules() -> None:
     """Without time to solve blocks there is only the way that saves all: Rotor on blocks."""
     graph = graph_of("resnet50")
