@@ -148,7 +148,8 @@ def infeasible(graph: Graph, budget_bytes: int, plan: Plan | None = None) -> Inf
 
     plan  of status INFEASIBLE: where its proof is for one order of first executions, the message says so
     """
-    proved, works = least_bytes(graph), smallest_known(graph)[0]
+    known = plan.notes.get("least_bytes", 0) if plan is not None else 0
+    proved, works = max(known, least_bytes(graph)), smallest_known(graph)[0]
     reason = f": {plan.notes.get('infeasible')}" if plan is not None and proved <= budget_bytes else ""
     asked = f"{budget_bytes:,} bytes ({format_bytes(budget_bytes)})"
     whole = "; an int is bytes, the whole keep-all peak is 1.0" if budget_bytes == 1 else ""

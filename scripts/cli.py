@@ -46,6 +46,7 @@ examples:
   belady diff resnet50 --budget 0.7 --budget 0.5 --execute --plot overhead.png
   belady diff train.py:make_step --budget 6GiB            your own: a function returning model, inputs, loss
   belady sweep gpt2 model.log --budget 0.3:0.9:0.1 --rule dtr --rule lru --jobs 2 --out rows.jsonl --plot curves.pdf
+  belady info resnet50 --min-budget 30                    how small a budget can be, with a proof
   belady info graph.json                                  a saved graph, an operator log, a Checkmate instance
 
 budgets are bytes (6442450944, 6GiB) or a share of the keep-all peak (0.5); they count parameters, inputs, gradients,
@@ -165,6 +166,9 @@ def parser() -> argparse.ArgumentParser:
     command = _command(commands, "info", _info, "ops, bytes, peak and smallest budgets of a graph")
     _target(command)
     command.add_argument("--save-graph", metavar="FILE", type=_file, help="write the graph as JSON")
+    command.add_argument(
+        "--min-budget", metavar="SECONDS", type=float, help="search for the smallest budget and its proof for at most so long"
+    )
     _json(command)
     return top
 
@@ -515,12 +519,19 @@ def _workloads(arguments: argparse.Namespace) -> int:
 
 def _info(arguments: argparse.Namespace) -> int:
     from planner.bounds import least_bytes, smallest_known
+    from planner.frontier import min_budget
 
     with computing() as status:
         loaded = Loaded(arguments, status)
         graph = loaded.graph
         status("measuring the graph")
         trace = simulate(graph, keep_all(graph))
+        if arguments.min_budget:
+            status("searching for the smallest budget")
+            smallest = min_budget(graph, time_limit_s=arguments.min_budget)
+            proved_bytes, works_bytes = smallest.proved_bytes, smallest.works_bytes
+        else:
+            proved_bytes, works_bytes = least_bytes(graph), smallest_known(graph)[0]
         row = {
             "graph": graph.name,
             "device": graph.device or None,
@@ -532,8 +543,8 @@ def _info(arguments: argparse.Namespace) -> int:
             "keep_all_peak_bytes": trace.peak_bytes,
             "resident_bytes": graph.resident_bytes,
             "output_bytes": sum(graph.values[v].size_bytes for v in graph.outputs),
-            "proved_minimum_bytes": least_bytes(graph),
-            "smallest_known_bytes": smallest_known(graph)[0],
+            "proved_minimum_bytes": proved_bytes,
+            "smallest_known_bytes": works_bytes,
             "fingerprint": graph.fingerprint(),
         }
     if arguments.save_graph:

@@ -21,6 +21,7 @@ from graphs.ir import Graph
 from planner.block_chain import block_schedule
 from planner.bounds import least_bytes
 from planner.milp import Answer, Outcome
+from planner.pebbling import least_peak
 from planner.result import Plan
 from planner.schedule import Compute, Schedule, keep_all, with_frees
 from planner.simulate import simulate
@@ -35,6 +36,7 @@ NEW_PER_ROUND = 2  # events or rows added a round at most
 WORK = 50_000  # ops that list walks may run in the first round; twice as many in each further one, up to
 MOST_WORK = 800_000
 BLOCKS_ROUND, BLOCKS_SHARE = 3, 0.15  # blocks are tried after this many rounds, for this share of the time that is left
+PEBBLE_STATES = 5_000  # sets of values to visit at most where nothing fits so far
 IDLE_ROUNDS = 10  # stop after as many searches in a row that found nothing, when there is no event left to add
 NODES = 2_000  # branch-and-bound nodes of one MILP at most
 CHEAP_ROUNDS, CHEAP_VARIABLES = 3, 4_000  # what is this small is solved more exactly than asked:
@@ -68,6 +70,9 @@ def solve(
         _run(search, start)
     except KeyboardInterrupt:
         search.notes["stopped"] = "interrupted"
+    if search.best is None and "infeasible" not in search.notes:  # no time for more
+        search.walks.start()
+        search.take_walk()
     return Plan.of(
         graph,
         budget_bytes,
@@ -97,9 +102,6 @@ def _run(search: _Search, start: Schedule | None) -> None:
     tightest = _next_first_run(graph, whole, simulate(graph, whole).peak_step)
     if _rounds(search, tightest):
         _search_on(search)
-    if search.best is None and "infeasible" not in search.notes:  # no time for more
-        search.walks.start()
-        search.take_walk()
 
 
 def _rounds(search: _Search, tightest: int) -> bool:
@@ -135,6 +137,8 @@ def _rounds(search: _Search, tightest: int) -> bool:
         if round_ == 1:
             search.walks.start()
             _guide(search, closed_graph, tightest)
+        if round_ == 1 and search.walks.runs is None and not _pebble(search):
+            return False
         search.walks.guide(list(zip(events, kept, strict=True)))
         search.walks.improve(min(WORK * 2 ** (round_ - 1), MOST_WORK))
         search.take_walk()
@@ -151,6 +155,17 @@ def _rounds(search: _Search, tightest: int) -> bool:
         else:
             return True
     raise AssertionError("unreachable")
+
+
+def _pebble(search: _Search) -> bool:
+    """Nothing fits so far: ask how little any schedule needs. False where that is more than the budget."""
+    proved_bytes, schedule = least_peak(search.graph, states=PEBBLE_STATES, time_limit_s=0.1 * search.left_s)
+    if proved_bytes > search.budget_bytes:
+        search.notes["infeasible"] = "no schedule in any order fits, however the ops are arranged"
+        search.notes["least_bytes"] = proved_bytes
+        return False
+    search.offer(schedule, "pebbling")
+    return True
 
 
 def _guide(search: _Search, closed_graph: Graph, event: int) -> None:

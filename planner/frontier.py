@@ -1,0 +1,138 @@
+"""Many budgets at once: plans that are monotone and share work, and the smallest budget that works."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from graphs.errors import InputError
+from graphs.ir import Graph
+from planner.bounds import smallest_known
+from planner.budget import resolve_budget
+from planner.pebbling import least_peak
+from planner.plan import solve, step_of
+from planner.result import Plan
+from planner.schedule import Schedule, keep_all
+from planner.simulate import simulate
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from graphs.capture import Step
+
+
+def plans(
+    model: nn.Module | Step | Graph,
+    budgets: Sequence[int | float | str],
+    *,
+    method: str = "cutting_stages",
+    gap: float = 0.005,
+    time_limit_s: float = 60.0,
+    seed: int = 0,
+    done: Callable[[Plan], None] | None = None,
+    **options: Any,
+) -> list[Plan]:
+    """A plan for each budget, in the order asked for; a larger budget never costs more time, nor has it a larger bound.
+
+    model, budgets  as for ``plan``; further options: its inputs, loss, costs, device and autocast, and those of the method
+    time_limit_s    for each budget
+    done            called with each plan as it is found, smallest budget first
+
+    Budgets are solved from the smallest up, each starting from the plan before, which fits it too. A bound proved for a budget
+    holds for all smaller ones: these are handed down at the end. Nothing is raised for a budget that cannot be had: its Plan
+    has no schedule, and its status says what is known. Ctrl-C ends the budget that is being solved with its best so far, and
+    the rest without solving: a plan for a smaller budget stands in for each.
+    """
+    capture = {name: options.pop(name) for name in ("inputs", "loss", "costs", "device", "autocast") if name in options}
+    target = step_of(model, **capture)
+    graph = target if isinstance(target, Graph) else target.graph
+    peak_bytes = simulate(graph, keep_all(graph)).peak_bytes
+    wanted = [resolve_budget(budget, peak_bytes) for budget in budgets]
+    if not wanted:
+        raise InputError("plans needs at least one budget")
+    found: dict[int, Plan] = {}
+    best: Schedule | None = None
+    interrupted = False
+    for budget_bytes in sorted(set(wanted)):
+        limit_s = 0.0 if interrupted else time_limit_s
+        one = solve(graph, budget_bytes, method=method, gap=gap, time_limit_s=limit_s, seed=seed, start=best, **options)
+        interrupted = interrupted or one.notes.get("stopped") == "interrupted"
+        one = _cheaper(one, best, gap)
+        best = one.schedule or best
+        found[budget_bytes] = one
+        if done is not None:
+            done(one if isinstance(target, Graph) else replace(one, step=target))
+    bound_ns = 0
+    for budget_bytes in sorted(found, reverse=True):
+        one = found[budget_bytes]
+        bound_ns = max(bound_ns, one.bound_ns or 0)
+        if one.schedule is not None and one.time_ns is not None:
+            bound_ns = min(bound_ns, one.time_ns)  # of another order of first executions, it may be below
+            found[budget_bytes] = _again(one, one.schedule, bound_ns, gap)
+    return [found[b] if isinstance(target, Graph) else replace(found[b], step=target) for b in wanted]
+
+
+def _cheaper(one: Plan, other: Schedule | None, gap: float) -> Plan:
+    """The plan with a schedule of a smaller budget, where the method did not start from it and found nothing as cheap."""
+    if other is None or (one.time_ns is not None and one.time_ns <= simulate(one.graph, other).time_ns):
+        return one
+    return _again(one, other, one.bound_ns or 0, gap)
+
+
+def _again(one: Plan, schedule: Schedule, bound_ns: int, gap: float) -> Plan:
+    return Plan.of(
+        one.graph,
+        one.budget_bytes,
+        schedule,
+        method=one.method,
+        seed=one.seed,
+        wall_s=one.wall_s,
+        bound_ns=bound_ns,
+        restricted_bound_ns=one.restricted_bound_ns,
+        gap=gap,
+        notes=one.notes,
+    )
+
+
+@dataclass(frozen=True)
+class MinBudget:
+    """How small a budget can be.
+
+    works_bytes   the peak of ``schedule``: this budget works
+    proved_bytes  no schedule fits in less, in whatever order
+    """
+
+    works_bytes: int
+    schedule: Schedule
+    proved_bytes: int
+
+
+def min_budget(graph: Graph, *, time_limit_s: float = 30.0, within: float = 0.01, seed: int = 0) -> MinBudget:
+    """The smallest budget with a schedule in hand, and a proved minimum that holds for schedules in any order.
+
+    A backward search (``planner.pebbling``) proves the minimum, and often comes with a schedule that attains it. Then budgets
+    are bisected between what works and what nothing was found for.
+
+    time_limit_s  for all of it; the search gets a third of it at most, each solve a tenth
+    within        stop where two budgets are this close, relatively
+    """
+    deadline = time.perf_counter() + time_limit_s
+    works, schedule = smallest_known(graph)
+    proved, attained = least_peak(graph, time_limit_s=time_limit_s / 3)
+    if attained is not None:
+        return MinBudget(simulate(graph, attained).peak_bytes, attained, proved)
+    missed = proved - 1  # nothing was found for this budget
+    while works - missed > max(1, within * works) and time.perf_counter() < deadline:
+        middle = (works + missed) // 2
+        limit_s = max(0.1, min(0.1 * time_limit_s, deadline - time.perf_counter()))
+        found = solve(graph, middle, gap=0.99, time_limit_s=limit_s, seed=seed)
+        if found.schedule is None:
+            missed = middle
+        else:
+            schedule = found.schedule
+            works = simulate(graph, schedule).peak_bytes
+        if found.notes.get("stopped") == "interrupted":
+            break
+    return MinBudget(works, schedule, proved)

@@ -1,0 +1,75 @@
+"""Many budgets at once are monotone; the smallest budget is between what is proved and what works."""
+
+from __future__ import annotations
+
+import pytest
+
+from graphs.errors import InputError
+from graphs.synthetic import chain, random_training
+from planner import min_budget, plans
+from planner.bounds import least_bytes
+from planner.pebbling import least_peak
+from planner.result import Plan, Status
+from planner.schedule import keep_all
+from planner.simulate import simulate
+from tests.oracles import least_budget
+from tests.strategies import random_graph
+
+
+def test_no_schedule_in_any_order_beats_the_proved_peak() -> None:
+    attained = better = 0
+    for seed in range(150):
+        graph = random_graph(seed)
+        least = least_budget(graph, keep_order=False)
+        proved, schedule = least_peak(graph)
+        assert least_bytes(graph) <= proved <= least, seed
+        better += proved > least_bytes(graph)
+        if schedule is not None:
+            assert simulate(graph, schedule).peak_bytes == proved == least, seed
+            attained += 1
+    assert attained >= 50
+    assert better >= 10
+
+
+def test_a_search_that_stops_early_still_proves_something() -> None:
+    graph = random_training(12, seed=1)
+    full, _ = least_peak(graph)
+    bounds = [least_peak(graph, states=states)[0] for states in (1, 10, 100, 1000)]
+    assert bounds == sorted(bounds)
+    assert least_bytes(graph) <= bounds[0] and bounds[-1] <= full
+
+
+@pytest.mark.parametrize("layers", [4, 8])
+def test_a_chain_runs_in_as_little_as_pebbling_says(layers: int) -> None:
+    graph = chain(layers)
+    found = min_budget(graph, time_limit_s=10)
+    assert found.proved_bytes == found.works_bytes == simulate(graph, found.schedule).peak_bytes
+
+
+def test_the_smallest_budget_works_and_less_than_proved_does_not() -> None:
+    graph = random_training(10, seed=3)
+    found = min_budget(graph, time_limit_s=10)
+    assert least_bytes(graph) <= found.proved_bytes <= found.works_bytes <= simulate(graph, keep_all(graph)).peak_bytes
+    assert simulate(graph, found.schedule).peak_bytes == found.works_bytes
+
+
+def test_plans_are_monotone_in_time_and_bound_and_come_in_the_order_asked_for() -> None:
+    graph = random_training(16, seed=5)
+    shares = [0.6, 1.0, 0.7, 0.8, 0.75, 0.9, 0.01]
+    told: list[Plan] = []
+    found = plans(graph, shares, time_limit_s=2, done=told.append)
+    assert [plan.budget_bytes for plan in told] == sorted(plan.budget_bytes for plan in found)
+    assert found[-1].status is Status.INFEASIBLE
+    solved = sorted((plan for plan in found if plan.time_ns is not None), key=lambda plan: plan.budget_bytes)
+    assert len(solved) >= 5
+    times, bounds = [plan.time_ns for plan in solved], [plan.bound_ns for plan in solved]
+    assert times == sorted(times, key=lambda t: -(t or 0))
+    assert bounds == sorted(bounds, key=lambda b: -(b or 0))
+    for plan in solved:
+        assert plan.schedule is not None and simulate(graph, plan.schedule).peak_bytes <= plan.budget_bytes
+    assert found[1].time_ns == graph.keep_all_time_ns
+
+
+def test_plans_wants_a_budget() -> None:
+    with pytest.raises(InputError, match="at least one budget"):
+        plans(chain(3), [])
