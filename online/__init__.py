@@ -3,8 +3,8 @@
 from typing import TYPE_CHECKING, Any
 
 from online.allocators import ALLOCATORS, AddressUse
-from online.compare import Comparison, Difference, compare, diff
-from online.engine import Release
+from online.compare import Comparison, Difference, Split, compare, diff, split
+from online.engine import Option, Release
 from online.heuristics import ADDRESS_HEURISTICS, HEURISTICS, Heuristic, ablation
 from online.portfolio import Portfolio, best_run
 from online.replay import Replay, baseline_peak_bytes, replay_log
@@ -22,11 +22,13 @@ __all__ = [
     "Difference",
     "Failure",
     "Heuristic",
+    "Option",
     "Portfolio",
     "Release",
     "Replay",
     "Run",
     "RunStatus",
+    "Split",
     "ablation",
     "baseline_peak_bytes",
     "best_run",
@@ -35,6 +37,7 @@ __all__ = [
     "diff",
     "replay_log",
     "run",
+    "split",
 ]
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from graphs.errors import GraphMismatch, InputError
 from graphs.ir import Graph
-from online.runtime import Run, run
+from online.engine import Option
+from online.runtime import Run, rule, run
 from planner.bounds import least_bytes
 from planner.budget import format_bytes, resolve_budget
 from planner.plan import graph_of, solve
@@ -37,11 +38,95 @@ class OpDifference:
 
 
 @dataclass(frozen=True)
+class Split:
+    """What the distance of one online run to the optimum is made of; each part against the run itself, all else equal.
+
+    The parts are differences of two greedy runs, not shares of a whole: they need not add up, and each can be below 0, where the
+    rule that knows less or has less room happens to do better.
+
+    told       the same rule with next uses known: not online. None where the rule has no staleness that they could replace
+    addressed  the same rule in one range of addresses of the same size, or counting bytes where ``run`` is in one already
+    search_s   wall time that ``run`` spent choosing what to evict; in no schedule's time
+    """
+
+    run: Run
+    told: Run | None
+    addressed: Run
+    search_s: float
+
+    @property
+    def foresight_ns(self) -> int | None:
+        """Time that knowing next uses would save this rule; None where either run stopped."""
+        if self.told is None or self.run.time_ns is None or self.told.time_ns is None:
+            return None
+        return self.run.time_ns - self.told.time_ns
+
+    @property
+    def fragmentation_ns(self) -> int | None:
+        """Time that a budget of addresses costs this rule beyond one of bytes; None where either run stopped."""
+        if self.run.time_ns is None or self.addressed.time_ns is None:
+            return None
+        more = self.addressed.time_ns - self.run.time_ns
+        return more if self.run.allocator == "bytes" else -more
+
+    def row(self) -> dict[str, Any]:
+        """Entries for the result row of ``run``."""
+        return {
+            "foresight_ns": self.foresight_ns,
+            "foresight_status": None if self.told is None else str(self.told.status),
+            "fragmentation_ns": self.fragmentation_ns,
+            "fragmentation_status": str(self.addressed.status),
+            "search_s": self.search_s,
+        }
+
+    def __str__(self) -> str:
+        addresses = "in one range of addresses" if self.run.allocator == "bytes" else "counting bytes alone"
+        return (
+            f"    next uses known (not online): {_against(self.run, self.told)}; "
+            f"{addresses}: {_against(self.run, self.addressed)}; search {self.search_s * 1e3:.3f} ms"
+        )
+
+
+def split(run_: Run) -> Split:
+    """Run the same rule again with next uses known, and with the other kind of budget (simulated)."""
+    heuristic, others = rule(run_.heuristic), run_.options - {Option.NEXT_USE}
+
+    def again(allocator: str, options: Collection[Option]) -> Run:
+        return run(
+            run_.graph, run_.budget_bytes, heuristic=run_.heuristic, allocator=allocator, release=run_.release,
+            reclaim=run_.reclaim, options=options, seed=run_.seed,
+        )  # fmt: skip
+
+    told = again(run_.allocator, others | {Option.NEXT_USE}) if heuristic.staleness and not heuristic.window else None
+    # A rule that chooses by addresses cannot count bytes alone; h_DTR stands in for it.
+    if run_.allocator == "bytes":
+        return Split(run_, told, again("arena", run_.options), run_.counters.search_s)
+    if heuristic.window or heuristic.holes:
+        return Split(run_, told, run(run_.graph, run_.budget_bytes, reclaim=run_.reclaim), run_.counters.search_s)
+    return Split(run_, told, again("bytes", run_.options), run_.counters.search_s)
+
+
+def _against(run_: Run, other: Run | None) -> str:
+    if other is None:
+        return "does not apply"
+    if run_.time_ns is None or other.time_ns is None:
+        return f"{other.status}" + ("" if other.overhead is None else f", overhead {other.overhead:.2%}")
+    base = run_.graph.keep_all_time_ns
+    return f"{(other.time_ns - run_.time_ns) / 1e6:+.3f} ms" + (
+        f" ({(other.time_ns - run_.time_ns) / base:+.2%} of keep-all)" if base else ""
+    )
+
+
+@dataclass(frozen=True)
 class Difference:
     """The optimum and one online run under one budget. ``print`` it."""
 
     plan: Plan
     run: Run
+
+    def split(self) -> Split:
+        """What the distance is made of. Runs the rule two more times."""
+        return split(self.run)
 
     @property
     def distance(self) -> float | None:
@@ -76,6 +161,7 @@ class Difference:
             f"  online {run_.rule:<11} {_describe(run_.time_ns, run_.peak_bytes, graph, run_.schedule)}"
             + (f", {self.distance:.2%} above the bound" if self.distance is not None else f", {run_.status}"),
         ]
+        lines.append(str(self.split()))
         extra = self.extra_ns
         if extra:
             lines.append(f"  the online run takes {extra / 1e6:+.3f} ms; most of it on")
@@ -113,6 +199,7 @@ class Block:
     plan: Plan
     runs: tuple[Run, ...]
     trials: dict[str, Trial] = field(default_factory=dict)  # by method, as in the rows
+    splits: tuple[Split, ...] = ()  # of each run, where they were asked for
 
     @property
     def differences(self) -> list[Difference]:
@@ -138,8 +225,8 @@ class Comparison:
         rows = [_with_trial(self.keep_all.row(), self.plain)]
         for block in self.blocks:
             rows.append(_with_trial(block.plan.row(), block.trials.get(block.plan.method)))
-            for run_ in block.runs:
-                row = run_.row()
+            for number, run_ in enumerate(block.runs):
+                row = run_.row() | (block.splits[number].row() if block.splits else {})
                 # The plan's bound holds for every schedule in this order of first executions, so for this one too.
                 row["bound_ns"] = block.plan.bound_ns
                 if row["time_ns"] is not None and block.plan.bound_ns is not None:
@@ -161,6 +248,9 @@ class Comparison:
                 f"{'-' if row['peak_bytes'] is None else format_bytes(row['peak_bytes']):>9} "
                 f"{'-' if row['recomputed_ops'] is None else row['recomputed_ops']:>10}"
             )
+        for block in self.blocks:
+            for part in block.splits:
+                lines.append(f"  {format_bytes(block.budget_bytes)}, online {part.run.rule}:\n{part}")
         return "\n".join(lines + ["  interrupted: budgets may be missing"] * self.interrupted)
 
 
@@ -175,6 +265,7 @@ def compare(
     seed: int = 0,
     execute: bool = False,
     inputs: Any = None,
+    splits: bool = False,
     progress: Progress | None = None,
     solver_progress: Callable[..., None] | None = None,
 ) -> Comparison:
@@ -182,6 +273,7 @@ def compare(
 
     budgets, heuristics  several, or one
     inputs           arguments of one training step, as given to ``capture``; needed to execute
+    splits           also find what the distance of each online run is made of (``Split``)
     progress         called with a short sentence before each part
     solver_progress  passed to the planning method
 
@@ -219,7 +311,8 @@ def compare(
             started = min((r for r in runs if r.time_ns is not None), key=lambda r: r.time_ns or 0, default=None)
             plan = solve(graph, budget_bytes, method=method, start=started.schedule if started else None, **options)
             measured: dict[str, Trial] = {}
-            blocks.append(Block(budget_bytes, plan, tuple(runs), measured))
+            parts = tuple(map(split, runs)) if splits else ()
+            blocks.append(Block(budget_bytes, plan, tuple(runs), measured, parts))
             if interrupted := plan.notes.get("stopped") == "interrupted":
                 break
             if trials is not None and plan.schedule is not None:

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import enum
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from graphs.program import Program
+from graphs.program import Call, Program
 from online.allocators import HELD, Allocator, Block
 from online.heuristics import Heuristic, Pool
 from online.neighborhood import Relations
@@ -29,6 +29,15 @@ class Release(enum.StrEnum):
     EAGER = "eager"  # evict it at once; it can be rebuilt as an ancestor of something else
     IGNORE = "ignore"  # nothing
     BANISH = "banish"  # free it for good once none of its dependents is evicted, and pin those
+
+
+class Option(enum.StrEnum):
+    """What the paper's algorithm does not have (the first two), or its prototype alone has (the others)."""
+
+    COUNTED = "counted"  # as ``reclaim``, but what the rebuild under way will read again stays
+    NEXT_USE = "next_use"  # staleness is the time until the next use instead: not online, the program must be known
+    SKIP_SMALL = "skip_small"  # storages below 1 % of the mean size are never evicted to make room
+    SAMPLE = "sample"  # each search scores about 2 sqrt(n) of n storages, at random
 
 
 class Driver(Protocol):
@@ -68,6 +77,15 @@ class Counters:
     deepest: int = 0
     search_s: float = 0.0
 
+    @property
+    def metadata_accesses(self) -> int:
+        """Scores computed and storages looked at for them: what figure 12 of the paper counts.
+
+        Sums over e* are not kept up to date here, as in the authors' simulator, but computed where a bound does not do: so
+        there are fewer visits. What costs h_DTR^local is the same, as it visits nothing.
+        """
+        return self.evaluations + self.visits
+
 
 class OutOfMemory(Exception):
     """Nothing is left to evict and an op still does not fit.
@@ -98,18 +116,21 @@ class Engine:
     limit_ns      most time that recomputation may take in all; limit_runs: most recomputations in all; None: no limit
     reclaim       evict a dropped storage again as soon as the rebuild that needed it is done with it, and never keep a dropped
                   sibling of a rebuilt storage (not in the paper)
+    options       see ``Option``
 
     used_bytes, peak_bytes, clock  bytes in memory now, the most so far, and the sum of the times of all ops run so far
+    program_clock                  sum of the times of first runs so far
     resident                       of each storage, whether it is in memory now
     steps                          what happened, in time order: ``op``, or ``-1 - storage`` for one that left memory
     """
 
     # With more than 30 attributes an instance without slots loses CPython's fast access to them.
     __slots__ = (
-        "_banishing", "_counters", "_defined", "_dropped", "_inputs", "_locks", "_made_bytes", "_outputs", "_pinned",
-        "_producer", "_storage", "_time_ns", "_victims", "_views", "_weight", "_workspace_bytes", "allocator", "budget_bytes",
-        "clock", "driver", "limit_ns", "limit_runs", "peak_bytes", "pool", "reclaim", "relations", "release", "resident",
-        "size_bytes", "steps", "used_bytes",
+        "_banishing", "_call_ns", "_counters", "_counts", "_defined", "_dropped", "_inputs", "_lazy", "_locks", "_made_bytes",
+        "_outputs", "_pending", "_pinned", "_planned", "_producer", "_storage", "_time_ns", "_uses", "_victims", "_views",
+        "_weight", "_workspace_bytes", "allocator", "budget_bytes", "by_program", "clock", "driver", "limit_ns", "limit_runs",
+        "next_use", "peak_bytes", "pool", "program_clock", "reclaim", "relations", "release", "resident", "size_bytes", "steps",
+        "used_bytes",
     )  # fmt: skip
 
     def __init__(
@@ -120,6 +141,7 @@ class Engine:
         seed: int = 0,
         release: Release = Release.EAGER,
         reclaim: bool = False,
+        options: Collection[Option] = (),
         limit_ns: float | None = None,
         limit_runs: int | None = None,
         allocator: Allocator | None = None,
@@ -127,7 +149,9 @@ class Engine:
     ) -> None:
         self.budget_bytes = float("inf") if budget_bytes is None else budget_bytes
         self.release = release
-        self.reclaim = reclaim
+        self.reclaim = reclaim or Option.COUNTED in options
+        self.by_program = heuristic.by_program
+        self.next_use = Option.NEXT_USE in options
         self.limit_ns = float("inf") if limit_ns is None else limit_ns
         self.limit_runs = float("inf") if limit_runs is None else limit_runs
         self.allocator = allocator
@@ -136,16 +160,25 @@ class Engine:
         self.used_bytes = 0
         self.peak_bytes = 0
         self.clock = 1
+        self.program_clock = 1
         self.steps: list[int] = []
         self.relations = Relations()
         self.resident: list[bool] = []
         self.size_bytes: list[int] = []  # of each storage, like the four below the pool
-        self.pool = Pool(heuristic, self.relations, self.size_bytes, seed=seed)
+        self.pool = Pool(
+            heuristic,
+            self.relations,
+            self.size_bytes,
+            seed=seed,
+            next_use=self.next_use,
+            skip_small=Option.SKIP_SMALL in options,
+            sample=Option.SAMPLE in options,
+        )
         self._victims = victims(heuristic, self.pool, allocator)
         self._views: list[list[int]] = []
         self._locks: list[int] = []
         self._pinned: list[bool] = []
-        self._dropped: list[bool] = []
+        self._dropped = self.relations.dropped
         self._storage: list[int] = []  # of each tensor, like the three below
         self._weight: list[int] = []  # bytes a tensor adds: 0 for a view
         self._defined: list[bool] = []
@@ -156,6 +189,12 @@ class Engine:
         self._made_bytes: list[int] = []
         self._workspace_bytes: list[int] = []
         self._banishing: set[int] = set()
+        self._lazy = heuristic.cost == "demand"  # what is dropped goes first by its score, once room is needed
+        self._counts = self._lazy or Option.COUNTED in options
+        self._planned: set[int] = set()  # ops that the rebuild under way will run
+        self._pending: list[int] = []  # how often they read each storage
+        self._call_ns = 1
+        self._uses: list[list[int]] = []  # of each storage, where next uses count: when it will be read, latest first
 
     @property
     def counters(self) -> Counters:
@@ -173,7 +212,7 @@ class Engine:
         self.resident.append(False)
         self._locks.append(0)
         self._pinned.append(pinned)
-        self._dropped.append(False)
+        self._pending.append(0)
         self.pool.add()
         return self.relations.add()
 
@@ -212,16 +251,20 @@ class Engine:
     def call(self, op: int) -> None:
         """Run ``op`` for the first time. Raises OutOfMemory or Thrashed."""
         outputs = self._outputs[op]
+        self._call_ns = max(1, self._time_ns[op])
         self._materialize(op, outputs[0] if outputs else -1, first=True)
+        self.program_clock += self._time_ns[op]
+        clock = self.program_clock if self.by_program else self.clock
         for t in outputs:
-            self.pool.touch(self._storage[t], self.clock)
+            self.pool.touch(self._storage[t], clock)
 
     def drop(self, s: int) -> None:
         """The program holds no reference to storage ``s`` any more."""
         self._dropped[s] = True
+        self.pool.dropped(s)
         if self.release is Release.BANISH:
             self._banish(s)
-        elif self.release is Release.EAGER and self.resident[s] and not self._pinned[s]:
+        elif self.release is Release.EAGER and not self._lazy and self.resident[s] and not self._pinned[s]:
             self._counters.released += 1
             self._evict(s)
 
@@ -243,8 +286,12 @@ class Engine:
             self.preload(s)
         for call in program.calls:
             self.add_op(call.inputs, call.makes, call.time_ns, call.workspace_bytes)
+        if self.next_use:
+            self._uses = uses_of(program, self._storage)
         for event in program.events:
             if event >= 0:
+                if self.next_use:
+                    self._look_ahead(program.calls[event])
                 self.call(event)
             else:
                 self.drop(-1 - event)
@@ -256,7 +303,7 @@ class Engine:
         """Run ``op`` for its output ``wanted``, rebuilding what it reads; pending ops wait on a stack of our own."""
         defined, storage = self._defined, self._storage
         pending: list[tuple[int, int, bool, list[int], int]] = []
-        missing, at = self._queue(op), 0
+        missing, at = self._queue(op, first), 0
         while True:
             while at < len(missing):
                 t = missing[at]
@@ -266,7 +313,7 @@ class Engine:
                     continue
                 pending.append((op, wanted, first, missing, at))
                 op, wanted, first = self._producer[t], t, False
-                missing, at = self._queue(op), 0
+                missing, at = self._queue(op, first), 0
             if len(pending) >= self._counters.deepest:
                 self._counters.deepest = len(pending) + 1
             self._execute(op, wanted, first)
@@ -274,18 +321,52 @@ class Engine:
                 return
             op, wanted, first, missing, at = pending.pop()
 
-    def _queue(self, op: int) -> list[int]:
+    def _queue(self, op: int, first: bool) -> list[int]:
         """Note the accesses of ``op``, lock what it reads and is there, and return what is not."""
-        clock, pool = self.clock, self.pool
+        clock, pool = self.program_clock if self.by_program else self.clock, self.pool
+        accessed = first or not self.by_program
         missing = []
         for t in self._inputs[op]:
             s = self._storage[t]
-            pool.touch(s, clock)
+            if accessed:
+                pool.touch(s, clock)
             if self._defined[t]:
                 self._lock(s)
             else:
                 missing.append(t)
+        if missing and self._counts:
+            self._plan(op)
         return missing
+
+    def _plan(self, op: int) -> None:
+        """Count how often the rebuild of what ``op`` reads will read each storage, before it begins.
+
+        What is evicted again before its last read is planned again when it is found missing.
+        """
+        planned, pending = self._planned, self._pending
+        stack = [] if op in planned else [op]
+        stack += [producer for t in self._inputs[op] if not self._defined[t] and (producer := self._producer[t]) not in planned]
+        while stack:
+            op = stack.pop()
+            if op in planned:
+                continue
+            planned.add(op)
+            for t in self._inputs[op]:
+                s = self._storage[t]
+                pending[s] += 1
+                if pending[s] == 1:
+                    self.pool.spare(s, True)
+                if not self._defined[t]:
+                    stack.append(self._producer[t])
+
+    def _look_ahead(self, call: Call) -> None:
+        """``call`` is next: whatever it reads or makes is used again at its next use after that."""
+        self.pool.now += max(1, call.time_ns)
+        for s in (*(self._storage[t] for t in call.inputs), *call.makes):
+            coming = self._uses[s]
+            while coming and coming[-1] < self.pool.now:
+                coming.pop()
+            self.pool.due(s, coming[-1] if coming else float("inf"))
 
     def _execute(self, op: int, wanted: int, first: bool) -> None:
         """Make room and run ``op``; everything it reads is there and locked."""
@@ -324,9 +405,15 @@ class Engine:
             fresh.append(asked_for)
         for s in fresh:
             self._arrive(s)
+        planned = op in self._planned
+        self._planned.discard(op)
         for t in self._inputs[op]:
             s = self._storage[t]
             self._unlock(s)
+            if planned:
+                self._pending[s] -= 1
+                if not self._pending[s]:
+                    self.pool.spare(s, False)
             if self.reclaim and s != asked_for:
                 self._reclaim(s)
         if self.reclaim:
@@ -379,8 +466,8 @@ class Engine:
             self.pool.join(s)
 
     def _reclaim(self, s: int) -> None:
-        """Evict ``s`` if the program has dropped it and nothing holds it."""
-        if self._dropped[s] and not self._locks[s] and self.resident[s] and not self._pinned[s]:
+        """Evict ``s`` if the program has dropped it, nothing holds it, and the rebuild under way is known not to read it."""
+        if self._dropped[s] and not self._locks[s] and not self._pending[s] and self.resident[s] and not self._pinned[s]:
             self._evict(s)
             self._counters.released += 1
 
@@ -389,7 +476,8 @@ class Engine:
         counters = self._counters
         while True:
             start = time.perf_counter()
-            chosen = self._victims(self.clock)
+            # By the program, what was accessed last is as old as the call under way is long.
+            chosen = self._victims(self.program_clock + self._call_ns if self.by_program else self.clock)
             counters.search_s += time.perf_counter() - start
             counters.searches += 1
             if not chosen:
@@ -451,3 +539,21 @@ class Engine:
             self.pool.restored(s)
         relations.unlink(s)
         self._pinned[s] = True  # out of the pool for good, even if the op that runs now still holds it
+
+
+def uses_of(program: Program, storage: Sequence[int]) -> list[list[int]]:
+    """Of each storage, when calls begin that read it, and the end where it is kept; latest first, in ns of first runs.
+
+    storage  of each tensor. A call takes at least 1 ns here, so that no two begin at once.
+    """
+    uses: list[list[int]] = [[] for _ in program.size_bytes]
+    at = 0
+    for event in program.events:
+        if event >= 0:
+            call = program.calls[event]
+            for t in call.inputs:
+                uses[storage[t]].append(at)
+            at += max(1, call.time_ns)
+    for t in program.kept:
+        uses[storage[t]].append(at)
+    return [times[::-1] for times in uses]

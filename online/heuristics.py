@@ -11,15 +11,19 @@ again whenever the last op that holds them lets go. This is the order of the aut
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from online.neighborhood import Exact, Neighborhood, Producers, Relations, UnionFind
+from online.neighborhood import Demand, Exact, Neighborhood, Producers, Relations, UnionFind
 
-Cost = Literal["neighborhood", "ancestors", "union_find", "producers", "local", "none"]
+Cost = Literal["neighborhood", "ancestors", "union_find", "producers", "demand", "local", "none"]
+
+SPARED = 2.0**-200  # what a rebuild under way will read counts as that much smaller: it goes where nothing else is left
+SMALL = 0.01  # of the mean size: what the prototype of the DTR authors never evicts to make room
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +31,14 @@ class Heuristic:
     """One eviction rule.
 
     cost       what stands above the line: c0 alone ("local"); c0 plus the sum over e* ("neighborhood"), over its ancestor half
-               ("ancestors"), or plus the union-find estimate of it ("union_find") or of Coop ("producers"); 1 ("none")
+               ("ancestors"), or plus the union-find estimate of it ("union_find") or of Coop ("producers"); what losing it
+               costs those that want it ("demand", see ``online.neighborhood.Demand``); 1 ("none")
     size       whether to divide by the bytes of the storage
     staleness  whether to divide by the time since its last access
     random     a uniformly random choice; the rest does not count
     holes      the free bytes beside a storage count as its own; needs addresses
+    by_program only first runs are accesses, and staleness is the time of first runs since then: rebuilding something does not
+               make it fresh, nor everything else stale
     window     evict the cheapest range of addresses that is large enough, by the sum of scores; needs an arena
     """
 
@@ -41,15 +48,16 @@ class Heuristic:
     random: bool = False
     holes: bool = False
     window: bool = False
+    by_program: bool = False
 
     def score(self, local_ns: int, neighborhood_ns: int, size_bytes: int, stale_ns: int) -> float:
         """Score of one storage; smallest goes.
 
         local_ns         c0: time of the ops that made views of it
-        neighborhood_ns  the sum over e* that ``cost`` speaks of; 0 where it speaks of none
+        neighborhood_ns  the sum over e* that ``cost`` speaks of; 0 where it speaks of none; "demand": the product, c0 in it
         stale_ns         clock now minus clock at the last access
         """
-        above = 1 if self.cost == "none" else local_ns + neighborhood_ns
+        above = 1 if self.cost == "none" else neighborhood_ns + (0 if self.cost == "demand" else local_ns)
         below = (size_bytes if self.size else 1) * (stale_ns if self.staleness else 1)
         return above / below if below else float("inf")
 
@@ -63,6 +71,7 @@ HEURISTICS = {
     "msps": Heuristic("ancestors", size=True, staleness=False),  # after Capuchin
     "e_star": Heuristic("neighborhood", size=True, staleness=False),  # |e*| + 1 where costs and sizes are 1 (Theorem 3.1)
     "random": Heuristic("none", size=False, staleness=False, random=True),
+    "demand": Heuristic("demand", size=True, staleness=True, by_program=True),  # ours
 }
 
 # Rules that look at addresses. Coop leaves the size to the window; DTE is MegTaiChi's, as Coop's authors have it.
@@ -93,15 +102,29 @@ class Pool:
     bounds: ``pick`` makes exact only those that stand at the minimum, until the minimum itself is exact.
 
     size_bytes   bytes of each storage (shared with the caller, grows with it)
+    next_use     staleness is ``due`` minus ``now`` instead
+    skip_small   storages below SMALL of the mean size of all that came into memory so far never join
+    sample       a pick looks at every k-th member in the order of joining, each k uniform in 1 .. sqrt(members)
     evaluations  scores that a scan of the pool would have computed, as in the authors' counters
     """
 
-    def __init__(self, heuristic: Heuristic, relations: Relations, size_bytes: list[int], *, seed: int = 0) -> None:
+    def __init__(
+        self,
+        heuristic: Heuristic,
+        relations: Relations,
+        size_bytes: list[int],
+        *,
+        seed: int = 0,
+        next_use: bool = False,
+        skip_small: bool = False,
+        sample: bool = False,
+    ) -> None:
         self.heuristic = heuristic
         self.relations = relations
         self.size_bytes = size_bytes
         self.evaluations = 0
         self.neighborhood: Neighborhood | None = None
+        self._demand: Demand | None = None
         if not heuristic.random:
             if heuristic.cost == "neighborhood":
                 self.neighborhood = Exact(relations)
@@ -111,7 +134,18 @@ class Pool:
                 self.neighborhood = UnionFind(relations)
             elif heuristic.cost == "producers":
                 self.neighborhood = Producers(relations)
-        self._costs = heuristic.cost != "none"
+            elif heuristic.cost == "demand":
+                self.neighborhood = self._demand = Demand(relations)
+        self._costs = heuristic.cost not in ("none", "demand")  # c0 alone is a lower bound of the numerator
+        self._least = 1 if heuristic.cost == "none" else 0  # elsewhere this is
+        self.now = 0
+        self._next_use = next_use
+        self._due: list[float] = []  # of each storage, like the next
+        self._spared: list[bool] = []
+        self._skipped: set[int] = set()  # in memory, but too small to join
+        self._skip_small, self._sample = skip_small, sample
+        self._sizes = self._arrivals = 0
+        self._looked_at = 0  # by the last pick, where it samples
         self._rng = np.random.default_rng(seed)
         self._members = 0
         self._joined = 0
@@ -132,6 +166,8 @@ class Pool:
         """A new storage, the next number."""
         self._slot.append(-1)
         self._last.append(0)
+        self._due.append(np.inf)
+        self._spared.append(False)
 
     def enter(self, s: int) -> None:
         """``s`` has come into memory and can be evicted from now on."""
@@ -144,12 +180,17 @@ class Pool:
             self._used += 1
         self._slot[s] = slot
         self._at[slot] = s
-        local = self.relations.cost_ns[s] if self._costs else 1
+        local = self.relations.cost_ns[s] if self._costs else self._least
         self._local[slot] = self._numerator[slot] = local
         self._exact_at[slot] = -1
         if self.heuristic.size:
-            self._size[slot] = self.size_bytes[s]
-        self._accessed[slot] = self._last[s]
+            self._size[slot] = self.size_bytes[s] * (SPARED if self._spared[s] else 1.0)
+        self._accessed[slot] = -self._due[s] if self._next_use else self._last[s]
+        if self._skip_small:
+            self._sizes += self.size_bytes[s]
+            self._arrivals += 1
+            if self.size_bytes[s] * self._arrivals < SMALL * self._sizes:
+                self._skipped.add(s)
         self.join(s)
 
     def leave_memory(self, s: int) -> None:
@@ -158,10 +199,13 @@ class Pool:
         if self._barrier[slot] == 0.0:
             self.leave(s)
         self._slot[s] = -1
+        self._skipped.discard(s)
         self._free.append(slot)
 
     def join(self, s: int) -> None:
         """Nothing holds ``s`` any more."""
+        if s in self._skipped:
+            return
         slot = self._slot[s]
         self._barrier[slot] = 0.0
         self._order[slot] = self._joined
@@ -170,15 +214,38 @@ class Pool:
 
     def leave(self, s: int) -> None:
         """Something holds ``s``, so it must not go."""
-        self._barrier[self._slot[s]] = np.inf
-        self._members -= 1
+        if s not in self._skipped:
+            self._barrier[self._slot[s]] = np.inf
+            self._members -= 1
 
     def touch(self, s: int, clock: int) -> None:
         """``s`` is accessed."""
         self._last[s] = clock
         slot = self._slot[s]
-        if slot >= 0:
+        if slot >= 0 and not self._next_use:
             self._accessed[slot] = clock
+
+    def due(self, s: int, at: float) -> None:
+        """The next use of ``s`` comes when ``now`` is ``at``; infinity: never."""
+        self._due[s] = at
+        slot = self._slot[s]
+        if slot >= 0:
+            self._accessed[slot] = -at
+
+    def spare(self, s: int, yes: bool) -> None:
+        """The rebuild under way will read ``s``, or will not any more. Only the rule "demand" minds."""
+        if self._demand is not None:
+            self._spared[s] = yes
+            slot = self._slot[s]
+            if slot >= 0:
+                self._size[slot] = self.size_bytes[s] * (SPARED if yes else 1.0)
+
+    def dropped(self, s: int) -> None:
+        """The program holds no reference to ``s`` any more: what is there for its sake can be worth less."""
+        if self._demand is not None:
+            for u in self._demand.around(s) if self.relations.evicted[s] else [s]:
+                self._worth_less(u)
+            self._changes += 1
 
     def costlier(self, s: int, time_ns: int) -> None:
         """c0 of ``s`` has grown by a new view."""
@@ -186,6 +253,8 @@ class Pool:
         if self._costs and slot >= 0:
             self._local[slot] += time_ns
             self._numerator[slot] += time_ns
+        elif slot >= 0:
+            self._exact_at[slot] = -1
 
     def evicted(self, s: int) -> None:
         """``s`` has become a member of E: sums can only have grown."""
@@ -198,14 +267,18 @@ class Pool:
         if self.neighborhood is None:
             return
         suspects, loss = self.neighborhood.restored(s)
-        numerator, local = self._numerator[: self._used], self._local[: self._used]
-        np.subtract(numerator, loss, out=numerator)
-        np.maximum(numerator, local, out=numerator)
+        if loss:
+            numerator, local = self._numerator[: self._used], self._local[: self._used]
+            np.subtract(numerator, loss, out=numerator)
+            np.maximum(numerator, local, out=numerator)
         for u in suspects:
-            slot = self._slot[u]
-            if slot >= 0:
-                numerator[slot] = local[slot]
+            self._worth_less(u)
         self._changes += 1
+
+    def _worth_less(self, s: int) -> None:
+        slot = self._slot[s]
+        if slot >= 0:
+            self._numerator[slot] = self._local[slot]
 
     def pick(self, clock: int) -> int:
         """The member to evict now. The pool must not be empty."""
@@ -217,13 +290,15 @@ class Pool:
             return self._at[int(score.argmin())]
         with np.errstate(divide="ignore", invalid="ignore"):
             if heuristic.staleness:
-                np.subtract(float(clock), self._accessed[:used], out=weight)
+                np.subtract(-float(self.now) if self._next_use else float(clock), self._accessed[:used], out=weight)
                 if heuristic.size:
                     np.multiply(weight, self._size[:used], out=weight)
             else:
                 weight[:] = self._size[:used]
             np.divide(self._numerator[:used], weight, out=score)
             np.add(score, barrier, out=score)
+        if self._sample:
+            self._leave_out(score)
         best = int(score.argmin())
         if score[best] != score[best]:  # 0 / 0
             score[np.isnan(score)] = np.inf
@@ -231,6 +306,8 @@ class Pool:
         lowest = float(score[best])
         equals = np.flatnonzero(score == lowest)
         while self.neighborhood is not None and lowest < np.inf:
+            if lowest == 0.0:  # the first of these goes if it is 0 indeed, whatever the others are
+                equals = equals[[self._order[equals].argmin()]]
             unsure = [slot for slot in equals.tolist() if self._exact_at[slot] != self._changes]
             if not unsure:
                 break
@@ -238,6 +315,18 @@ class Pool:
             lowest = float(score.min())
             equals = np.flatnonzero(score == lowest)
         return self._choose(lowest, equals)
+
+    def _leave_out(self, score: npt.NDArray[np.float64]) -> None:
+        """Sampling: no score for those that are not looked at."""
+        members = np.flatnonzero(self._barrier[: self._used] == 0.0)
+        members = members[self._order[members].argsort()]
+        longest = max(1, math.isqrt(len(members)))
+        at = np.cumsum(self._rng.integers(1, longest, size=len(members), endpoint=True)) - 1
+        looked_at = members[at[at < len(members)]]
+        kept = score[looked_at]
+        score[:] = np.inf
+        score[looked_at] = kept
+        self._looked_at = len(looked_at)
 
     def members(self) -> list[int]:
         """Storages that can be evicted now."""
@@ -256,7 +345,7 @@ class Pool:
         self.evaluations += len(members)
         found = {}
         for s in members:
-            above = self.relations.cost_ns[s] if self._costs else 1
+            above = self.relations.cost_ns[s] if self._costs else self._least
             if self.neighborhood is not None:
                 above += self.neighborhood.cost_ns(s, float("inf"))[0]
             below = max(1, clock - self._last[s]) if heuristic.staleness else 1
@@ -288,10 +377,10 @@ class Pool:
         if lowest == 0.0:
             slot = int(equals[self._order[equals].argmin()])
             earlier = (self._order[: self._used] <= self._order[slot]) & (self._barrier[: self._used] == 0.0)
-            self.evaluations += int(np.count_nonzero(earlier))
+            self.evaluations += min(int(np.count_nonzero(earlier)), self._looked_at if self._sample else self._members)
         else:
             slot = int(equals[self._order[equals].argmax()]) if len(equals) > 1 else int(equals[0])
-            self.evaluations += self._members
+            self.evaluations += self._looked_at if self._sample else self._members
         return self._at[slot]
 
     def _grow(self, slots: int) -> None:

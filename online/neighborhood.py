@@ -22,6 +22,7 @@ class Relations:
     dependents[s]  its transpose: only what has been computed already
     cost_ns[s]     c0: sum of the times of the ops that made a view of s
     evicted[s]     computed at least once, and not in memory now
+    dropped[s]     the program holds no reference to it any more: it is read again in rebuilds only
     siblings[s]    storages made by an op that makes a view of s, without s; no entry where there are none
     """
 
@@ -30,6 +31,7 @@ class Relations:
         self.dependents: list[list[int]] = []
         self.cost_ns: list[int] = []
         self.evicted: list[bool] = []
+        self.dropped: list[bool] = []
         self.siblings: dict[int, list[int]] = {}
 
     def add(self) -> int:
@@ -38,6 +40,7 @@ class Relations:
         self.dependents.append([])
         self.cost_ns.append(0)
         self.evicted.append(False)
+        self.dropped.append(False)
         return len(self.deps) - 1
 
     def link(self, s: int, dep: int) -> None:
@@ -129,6 +132,74 @@ class Exact:
                     return total, False
         self.visits += visits
         return total, True
+
+    def _new_walk(self) -> tuple[list[int], int]:
+        missing = len(self.relations.deps) - len(self._seen)
+        if missing:
+            self._seen.extend([0] * missing)
+        self._walk += 1
+        return self._seen, self._walk
+
+
+class Demand:
+    """What losing a storage costs those that want it. Not from the DTR paper.
+
+    (c0(S) + sum over the ancestor half of e*) * n, with n the number of wanted values that would be rebuilt through S: S itself
+    unless the program has dropped it, and the nearest evicted ones below it that are not dropped, reached through evicted and
+    dropped ones only. So a dropped storage that no evicted value needs is worth nothing.
+    """
+
+    def __init__(self, relations: Relations) -> None:
+        self.relations = relations
+        self._ancestors = Exact(relations, descendants=False)
+        self.visits = 0
+        self._seen: list[int] = []
+        self._walk = 0
+
+    def evicted(self, s: int) -> None:
+        """Costs and numbers can only have grown."""
+
+    def restored(self, s: int) -> tuple[list[int], int]:
+        """All that is in memory and is reached through evicted storages may be worth less."""
+        return self.around(s), 0
+
+    def around(self, s: int) -> list[int]:
+        """Storages in memory that are reached from ``s`` through evicted ones, against the arrows and along them."""
+        relations, evicted = self.relations, self.relations.evicted
+        found: list[int] = []
+        for edges in (relations.deps, relations.dependents):
+            seen, walk = self._new_walk()
+            stack = [s]
+            while stack:
+                for u in edges[stack.pop()]:
+                    if seen[u] != walk:
+                        seen[u] = walk
+                        self.visits += 1
+                        (stack if evicted[u] else found).append(u)
+        return found
+
+    def cost_ns(self, s: int, enough: float) -> tuple[int, bool]:
+        """The whole product, c0 included; always exact."""
+        relations = self.relations
+        evicted, dropped, dependents = relations.evicted, relations.dropped, relations.dependents
+        wanting = 0 if dropped[s] else 1
+        seen, walk = self._new_walk()
+        stack = [s]
+        while stack:
+            for u in dependents[stack.pop()]:
+                if evicted[u] and seen[u] != walk:
+                    seen[u] = walk
+                    self.visits += 1
+                    if dropped[u]:
+                        stack.append(u)
+                    else:
+                        wanting += 1
+        if not wanting:
+            return 0, True
+        before = self._ancestors.visits
+        above, _ = self._ancestors.cost_ns(s, float("inf"))
+        self.visits += self._ancestors.visits - before
+        return (relations.cost_ns[s] + above) * wanting, True
 
     def _new_walk(self) -> tuple[list[int], int]:
         missing = len(self.relations.deps) - len(self._seen)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from graphs.errors import InputError
 from graphs.importers.dtr_program import read_program
 from graphs.program import Program
 from online.allocators import ARENAS, AddressUse, new_allocator
-from online.engine import Counters, Engine, Release
-from online.runtime import Failure, RunStatus, default_allocator, play, release_policy, rule
+from online.engine import Counters, Engine, Option, Release
+from online.runtime import Failure, RunStatus, default_allocator, options_of, play, release_policy, rule
 from planner.budget import resolve_budget
 
 
@@ -51,6 +52,7 @@ def replay_log(
     allocator: str | None = None,
     release: Release | str = Release.EAGER,
     reclaim: bool = False,
+    options: Collection[Option | str] = (),
     thrash_limit: float = 2.0,
     seed: int = 0,
 ) -> Replay:
@@ -75,6 +77,7 @@ def replay_log(
         seed=seed,
         release=release_policy(release),
         reclaim=reclaim,
+        options=options_of(options, evict),
         limit_ns=(thrash_limit - 1) * base_time_ns,
         allocator=new_allocator(allocator, budget_bytes, program),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import time
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from graphs.errors import BudgetExceeded, InputError, NoScheduleFound
 from graphs.ir import Graph
 from graphs.program import Program, program_of
 from online.allocators import ALLOCATORS, ARENAS, AddressUse, Arena, new_allocator
-from online.engine import Counters, Driver, Engine, OutOfMemory, Release, Thrashed
+from online.engine import Counters, Driver, Engine, Option, OutOfMemory, Release, Thrashed
 from online.heuristics import ADDRESS_HEURISTICS, HEURISTICS, Heuristic
 from planner.bounds import least_bytes
 from planner.budget import format_bytes, resolve_budget
@@ -90,11 +91,17 @@ class Run:
     outcome: Outcome | None = field(default=None, repr=False, compare=False)
     allocator: str = "bytes"
     addresses: AddressUse | None = None
+    options: frozenset[Option] = frozenset()
 
     @property
     def completed(self) -> bool:
         """Whether the whole graph ran."""
         return self.status is RunStatus.COMPLETED
+
+    @property
+    def is_online(self) -> bool:
+        """Whether the rule could decide while running: not where it was told what will be used next."""
+        return Option.NEXT_USE not in self.options
 
     @property
     def overhead(self) -> float | None:
@@ -110,6 +117,7 @@ class Run:
             parts.append(self.allocator)
         if self.reclaim:
             parts.append("reclaim")
+        parts += sorted(self.options)
         if self.release != Release.EAGER:
             parts.append(self.release)
         return "+".join(parts)
@@ -120,6 +128,9 @@ class Run:
         Its method is ``online:`` and the rule.
         """
         notes = {"status": str(self.status)} | asdict(self.counters)
+        notes["metadata_accesses"] = self.counters.metadata_accesses
+        if not self.is_online:
+            notes["foresight"] = "next uses were known: not an online run"
         if self.failure is not None:
             notes |= {"op": self.failure.op, "asked_bytes": self.failure.asked_bytes}
         if self.addresses is not None:
@@ -148,6 +159,7 @@ def run(
     allocator: str | None = None,
     release: Release | str = Release.EAGER,
     reclaim: bool = False,
+    options: Collection[Option | str] = (),
     thrash_limit: float = 10.0,
     seed: int = 0,
     execute: bool = False,
@@ -156,14 +168,17 @@ def run(
     """Run a graph online: ops in graph order, storages evicted when the next op would not fit, rebuilt when they are read.
 
     budget        bytes (int, "6GiB") or a share of the keep-all peak (float in (0, 1]); counts everything the graph holds
-    heuristic     a name of ``online.HEURISTICS`` or of ``online.ADDRESS_HEURISTICS``; "+reclaim", "+ignore", "+banish" and
-                  "+" a name of an allocator behind it set the next three
+    heuristic     a name of ``online.HEURISTICS`` or of ``online.ADDRESS_HEURISTICS``; "+reclaim", "+ignore", "+banish",
+                  "+" a name of an allocator and "+" an option behind it set the next four
     allocator     a name of ``online.ALLOCATORS``: whether a storage fits is decided byte for byte ("bytes", what most rules
                   take), by PyTorch's caching allocator ("caching"), or by one arena of ``budget`` bytes ("arena", and "coop",
                   which partitions it and is what the rule "coop" takes; "_moving" behind these: the residents lie where two
                   updates by copying have put them). Blocks are multiples of 512 bytes
     release       what to do with a value after its last read: "eager" (evict it), "ignore", "banish" (free it for good)
     reclaim       evict such a value again as soon as the rebuild that needed it is done with it (not in the DTR paper)
+    options       "counted": as ``reclaim``, but what the rebuild under way will read again stays; "next_use": staleness is the
+                  time until the next use, for comparison: no online rule can know it; "skip_small", "sample": the shortcuts of
+                  the DTR authors' prototype
     thrash_limit  stop when all runs take this many times the keep-all time, or a thousand runs per op
     seed          of the random heuristic
     execute       run the ops of a captured Step for real, on its device, under this budget; decisions go by the costs in the
@@ -184,10 +199,13 @@ def run(
             reclaim = True
         elif extra in ALLOCATORS:
             allocator = extra
+        elif extra in tuple(Option):
+            options = [*options, extra]
         else:
             release = extra
     evict = rule(heuristic)
     policy = release_policy(release)
+    chosen = options_of(options, evict)
     if isinstance(thrash_limit, bool) or not isinstance(thrash_limit, int | float) or not thrash_limit >= 1:
         raise InputError(f"thrash_limit must be at least 1 (no recomputation at all), not {thrash_limit!r}")
     step = None if isinstance(target, Graph) else target
@@ -214,6 +232,7 @@ def run(
             seed=seed,
             release=policy,
             reclaim=reclaim,
+            options=chosen,
             limit_ns=(thrash_limit - 1) * graph.keep_all_time_ns,
             limit_runs=RUNS_PER_OP * len(graph.ops),
             allocator=new_allocator(allocator, budget_bytes, program, layout=layout),
@@ -260,7 +279,7 @@ def run(
         assert peak_bytes <= budget_bytes, "the engine went over its budget"
     return Run(
         graph, budget_bytes, heuristic, policy, reclaim, seed, status, schedule, time_ns, peak_bytes, engine.counters,
-        failure, wall_s, step, outcome, allocator, engine.allocator.use if engine.allocator else None,
+        failure, wall_s, step, outcome, allocator, engine.allocator.use if engine.allocator else None, chosen,
     )  # fmt: skip
 
 
@@ -283,6 +302,19 @@ def rule(heuristic: str) -> Heuristic:
     if heuristic not in known:
         raise InputError(f"unknown heuristic {heuristic!r}; there are: {', '.join(known)}")
     return known[heuristic]
+
+
+def options_of(names: Collection[Option | str], heuristic: Heuristic) -> frozenset[Option]:
+    """The options of these names. Raises InputError naming those there are, or where the rule cannot have one."""
+    for name in names:
+        if name not in tuple(Option):
+            raise InputError(f"unknown option {name!r}; there are: {', '.join(Option)}")
+    options = frozenset(Option(name) for name in names)
+    if Option.NEXT_USE in options and (heuristic.window or not heuristic.staleness):
+        raise InputError("next_use replaces the staleness of a rule that scores storage by storage; this one has none")
+    if heuristic.window and options & {Option.SAMPLE, Option.SKIP_SMALL}:
+        raise InputError("a rule that evicts ranges of addresses looks at all storages; sample and skip_small are not for it")
+    return options
 
 
 def default_allocator(heuristic: Heuristic) -> str:

@@ -104,8 +104,11 @@ def parser() -> argparse.ArgumentParser:
         "--heuristic",
         action="append",
         metavar="RULE",
-        help="online rule: dtr, dtr_eq, local, lru, size, msps, random; +reclaim evicts rebuilt dead values at once "
+        help="online rule: demand, dtr, dtr_eq, local, lru, size, msps, random; +reclaim evicts rebuilt dead values at once "
         "(dtr+reclaim); may be given several times (default: dtr)",
+    )
+    command.add_argument(
+        "--split", action="store_true", help="also say what the distance is made of: lack of foresight, fragmentation, search"
     )
     _solver(command)
     command.add_argument("--execute", action="store_true", help="also train one step each way and measure time, peak, gradients")
@@ -309,6 +312,7 @@ def _diff(arguments: argparse.Namespace) -> int:
             seed=arguments.seed,
             execute=arguments.execute,
             inputs=loaded.inputs,
+            splits=arguments.split,
             progress=status,
         )
         if arguments.plot:

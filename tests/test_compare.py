@@ -144,3 +144,17 @@ def test_progress_is_told(chain: Graph) -> None:
     said: list[str] = []
     compare(chain, [0.5], progress=said.append)
     assert said == ["online dtr in 500 B (50%)", "cutting_stages in 500 B (50%)"]
+
+
+def test_the_distance_is_split_into_what_it_is_made_of(chain: Graph) -> None:
+    comparison = compare(chain, 0.5, heuristics=["dtr", "dtr+arena", "size"], time_limit_s=5, splits=True)
+    base, there, size = comparison.blocks[0].splits
+    told = run(chain, 0.5, heuristic="dtr+next_use")
+    assert base.told is not None and base.told.schedule == told.schedule and not told.is_online
+    assert base.foresight_ns == base.run.time_ns - told.time_ns  # type: ignore[operator]
+    assert there.addressed.schedule == base.run.schedule and base.addressed.schedule == there.run.schedule
+    assert base.fragmentation_ns == there.fragmentation_ns
+    assert size.told is None and size.foresight_ns is None
+    row = next(row for row in comparison.rows() if row["method"] == "online:dtr")
+    assert row["foresight_ns"] == base.foresight_ns and row["search_s"] == base.run.counters.search_s
+    assert "next uses known (not online)" in str(comparison)

@@ -42,6 +42,18 @@ def test_the_ablation_has_sixteen_members_one_of_them_random() -> None:
     assert rules["none/staleness"] == HEURISTICS["lru"]
 
 
+def demand(relations: Relations, s: int) -> int:
+    """(c0 + cost of the evicted ancestors) * (the wanted among s and what is evicted and depends on it through dropped ones)."""
+    below: set[int] = set()
+    layer = {s}
+    while layer:
+        layer = {u for t in layer for u in relations.dependents[t] if relations.evicted[u]} - below
+        below |= layer
+        layer = {u for u in layer if relations.dropped[u]}
+    wanting = sum(not relations.dropped[u] for u in below) + (not relations.dropped[s])
+    return wanting * (relations.cost_ns[s] + exact_sum(relations, s, descendants=False))
+
+
 @dataclass
 class Scan:
     """The pool as the authors' simulator has it: a list in joining order, every score computed anew."""
@@ -62,6 +74,7 @@ class Scan:
             "neighborhood": lambda: exact_sum(self.relations, s),
             "ancestors": lambda: exact_sum(self.relations, s, descendants=False),
             "union_find": lambda: self.estimate.sum(s),
+            "demand": lambda: demand(self.relations, s),
         }.get(self.rule.cost, lambda: 0)()
         return self.rule.score(self.relations.cost_ns[s], near, self.size_bytes[s], clock - self.last.get(s, 0))
 
@@ -87,7 +100,7 @@ def test_the_pool_picks_what_a_scan_picks(name: str, seed: int) -> None:
     costs = [draw.randint(0, top) for _ in range(n)]
     sizes = [draw.randint(0, top) for _ in range(n)]
     edges = [(s, draw.randint(max(0, s - 4), s - 1)) for s in range(1, n) for _ in range(draw.randint(0, 2))]
-    kinds = ["evict", "evict", "rebuild", "rebuild", "hold", "touch", "view"]
+    kinds = ["evict", "evict", "rebuild", "rebuild", "hold", "touch", "view", "drop"]
     moves = [(draw.choice(kinds), draw.randrange(n), draw.randint(0, top)) for _ in range(100)]
     relations = Relations()
     pool = Pool(SCORED[name], relations, sizes)
@@ -127,6 +140,9 @@ def test_the_pool_picks_what_a_scan_picks(name: str, seed: int) -> None:
         elif what == "touch":
             pool.touch(s, clock)
             scan.last[s] = clock
+        elif what == "drop":
+            relations.dropped[s] = True
+            pool.dropped(s)
         elif what == "view" and not relations.evicted[s]:
             relations.cost_ns[s] += passed
             pool.costlier(s, passed)
@@ -192,3 +208,77 @@ def test_many_storages() -> None:
         assert pool.pick(n + 1) == s
         pool.leave_memory(s)
     assert len(pool) == 0
+
+
+def test_what_nobody_wants_is_worth_nothing_until_somebody_does() -> None:
+    # 0 -> 1 -> 2, all in memory, 1 dropped: it goes first. With 2 evicted, 1 would be read for it, and 0 counts for itself alone.
+    relations = Relations()
+    pool = Pool(HEURISTICS["demand"], relations, [1, 1, 1])
+    for s, cost in enumerate((10, 10, 30)):
+        relations.cost_ns[relations.add()] = cost
+        pool.add()
+        if s:
+            relations.link(s, s - 1)
+    for s in range(3):
+        pool.enter(s)
+    relations.dropped[1] = True
+    pool.dropped(1)
+    assert pool.pick(5) == 1
+    pool.leave_memory(2)
+    relations.evicted[2] = True
+    pool.evicted(2)
+    pool.touch(0, 3)  # half as stale as 1
+    assert pool.pick(5) == 1
+    pool.touch(1, 4)
+    assert pool.pick(5) == 0
+    pool.spare(0, True)  # a rebuild will read it
+    assert pool.pick(5) == 1
+
+
+def test_a_next_use_takes_the_place_of_staleness() -> None:
+    relations = Relations()
+    pool = Pool(HEURISTICS["lru"], relations, [1, 1, 1], next_use=True)
+    for s in range(3):
+        relations.add()
+        pool.add()
+        pool.enter(s)
+        pool.touch(s, s)
+    for s, at in enumerate((40.0, 90.0, 60.0)):
+        pool.due(s, at)
+    pool.now = 30
+    assert pool.pick(100) == 1  # used last
+    pool.due(1, 31.0)
+    assert pool.pick(100) == 2
+    pool.due(0, math.inf)
+    assert pool.pick(100) == 0  # never again
+
+
+def test_a_search_may_look_at_some_only() -> None:
+    n = 400
+    relations = Relations()
+    pool = Pool(HEURISTICS["local"], relations, [8] * n, sample=True, seed=1)
+    for s in range(n):
+        relations.cost_ns[relations.add()] = 1 + (s * 37) % n
+        pool.add()
+        pool.enter(s)
+    victims = [pool.pick(10) for _ in range(200)]
+    looked_at = pool.evaluations / 200
+    assert 1.5 * math.sqrt(n) < looked_at < 2.5 * math.sqrt(n)  # n / mean of 1 .. sqrt(n)
+    costs = sorted(relations.cost_ns[s] for s in victims)
+    assert len(set(victims)) > 20 and costs[100] <= n / 20  # not the least, but among the least
+
+
+def test_small_storages_may_be_skipped() -> None:
+    relations = Relations()
+    sizes = [1000, 5, 1000, 11]
+    pool = Pool(HEURISTICS["size"], relations, sizes, skip_small=True)
+    for s in range(4):
+        relations.add()
+        pool.add()
+        pool.enter(s)
+    assert len(pool) == 3 and 1 not in pool.members() and 3 in pool.members()  # 1 % of 502.5 and of 504
+    pool.leave(1)
+    pool.join(1)
+    assert 1 not in pool.members()
+    pool.leave_memory(1)
+    assert len(pool) == 3
