@@ -1,9 +1,10 @@
-"""Plans for captured training steps and published instances at several budgets; one result row each.
+"""Plans for captured training steps, published instances, operator logs and random graphs; one result row for each budget.
 
     python -m belady.bench_plans --out benchmarks/plans.jsonl --data DIR
 
-DIR holds ``checkmate_instances/*.json``; without it those are left out. Rows that are in the file already are not made
-again, so an interrupted run goes on where it stopped. Nothing is executed: costs are the roofline's, sizes those below.
+DIR holds ``checkmate_instances/*.json`` and ``dtr_logs/*.log.gz``; without it those are left out. Rows that are in the file
+already are not made again, so an interrupted run goes on where it stopped. Nothing is executed: costs of captured steps are the
+roofline's, sizes those below.
 """
 
 from __future__ import annotations
@@ -24,39 +25,66 @@ from planner.simulate import simulate
 
 from .rows import append_row, read_rows
 
-SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4)
-# Sizes at which activations are most of the bytes, as where people need to save memory.
-WORKLOADS: dict[str, dict[str, int]] = {
-    "resnet50": {"batch": 64, "size": 224},
-    "gpt2": {"batch": 16, "seq": 512},
-}
+SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
+DEEP_SHARES = (0.7, 0.5, 0.3)
+LAYERED_SHARES = (0.9, 0.8, 0.7)
+# The default sizes of every workload, sizes at which activations are most of the bytes, and very deep ones.
+STEPS: tuple[tuple[str, dict[str, int], tuple[float, ...]], ...] = (
+    *(
+        (name, {}, SHARES)
+        for name in ("mlp", "vgg16", "resnet50", "mobilenet_v2", "unet", "vit", "bert", "gpt2", "llama", "lstm")
+    ),
+    ("resnet50", {"batch": 64, "size": 224}, SHARES),
+    ("gpt2", {"batch": 16, "seq": 512}, SHARES),
+    ("gpt2", {"depth": 96}, DEEP_SHARES),
+    ("llama", {"depth": 64}, DEEP_SHARES),
+)
 # The published budgets, GB of 2^30 bytes (Checkmate's MILP, 12 threads, 24 hours).
-INSTANCES = {"vgg16_176": (10, 9, 8), "unet_11": (10, 9, 8), "resnet50_184": (10, 9, 8, 7)}
+INSTANCES = {"vgg16_176": (10, 9, 8), "unet_11": (10, 9, 8, 7, 6, 5), "resnet50_184": (10, 9, 8, 7, 6, 5)}
+LOGS = ("resnet32", "unet", "transformer", "lstm")
+LAYERED = ("RL1", "RL2", "RL3", "RL4")
+STEP_LIMIT_S, LIMIT_S = 20.0, 60.0  # for each budget of captured steps of ordinary size, and of anything else
 
 
 @dataclass(frozen=True)
 class Case:
-    """One graph and its budgets (shares of the keep-all peak, or bytes)."""
+    """One graph, its budgets (shares of the keep-all peak, or bytes), and how long and how exactly each is solved."""
 
     graph: Graph
     budgets: tuple[float | int, ...]
+    time_limit_s: float
+    gap: float = 0.005
 
 
 def cases(only: Sequence[str], data: str | None) -> Iterator[Case]:
     """The graphs asked for, made one at a time."""
     from graphs.capture import capture
-    from graphs.importers import load_checkmate
+    from graphs.importers import load_checkmate, load_dtr_log
+    from graphs.synthetic import random_layered
     from graphs.workloads import build
 
-    for name, sizes in WORKLOADS.items():
-        if not only or name in only:
+    def wanted(label: str) -> bool:
+        return not only or label in only
+
+    if data is not None:
+        for name, gigabytes in INSTANCES.items():
+            if wanted(name):
+                graph = load_checkmate(Path(data) / "checkmate_instances" / f"{name}.json")
+                yield Case(replace(graph, name=name), tuple(gb * 2**30 for gb in gigabytes), LIMIT_S, 1e-5)
+    for name, sizes, shares in STEPS:
+        label = "-".join([name, *(f"{size}{number}" for size, number in sizes.items())])
+        if wanted(label):
             model, inputs, loss = build(name, **dict[str, Any](sizes))
-            label = "-".join([name, *(f"{size}{number}" for size, number in sizes.items())])
-            yield Case(with_costs(capture(model, inputs, loss=loss, name=label), "roofline").graph, SHARES)
-    for name, gigabytes in INSTANCES.items():
-        if data is not None and (not only or name in only):
-            graph = load_checkmate(Path(data) / "checkmate_instances" / f"{name}.json")
-            yield Case(replace(graph, name=name), tuple(gb * 2**30 for gb in gigabytes))
+            graph = with_costs(capture(model, inputs, loss=loss, name=label), "roofline").graph
+            yield Case(graph, shares, LIMIT_S if shares == DEEP_SHARES else STEP_LIMIT_S)
+    if data is not None:
+        for name in LOGS:
+            if wanted(f"log_{name}"):
+                graph = load_dtr_log(Path(data) / "dtr_logs" / f"{name}.log.gz")
+                yield Case(replace(graph, name=f"log_{name}"), SHARES, LIMIT_S)
+    for name in LAYERED:
+        if wanted(name):
+            yield Case(replace(random_layered(name, seed=0), name=name), LAYERED_SHARES, LIMIT_S)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -65,8 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", default="benchmarks/plans.jsonl", help="rows are added to this file")
     parser.add_argument("--data", default=os.environ.get("BELADY_DATA"), help="folder of the published instances")
     parser.add_argument("--only", action="append", default=[], metavar="NAME", help="one workload or instance; several times")
-    parser.add_argument("--gap", type=float, default=0.001)
-    parser.add_argument("--time-limit", type=float, default=20.0, metavar="S")
+    parser.add_argument("--time-limit", type=float, metavar="S", help="for each budget (default: 20, or 60 for large graphs)")
     arguments = parser.parse_args(argv)
     done = read_rows(arguments.out) if Path(arguments.out).exists() else []
     made = {(row["graph"], row["budget_bytes"]) for row in done}
@@ -75,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for budget in case.budgets:
             budget_bytes = resolve_budget(budget, peak_bytes)
             if (case.graph.name, budget_bytes) not in made:
-                plan = solve(case.graph, budget_bytes, gap=arguments.gap, time_limit_s=arguments.time_limit)
+                plan = solve(case.graph, budget_bytes, gap=case.gap, time_limit_s=arguments.time_limit or case.time_limit_s)
                 row: dict[str, Any] = {**plan.row(), "ops": len(case.graph.ops)}
                 append_row(arguments.out, row)
                 overhead = "-" if plan.overhead is None else f"{plan.overhead:.3%}"

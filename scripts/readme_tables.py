@@ -1,4 +1,4 @@
-"""Draws the README's results from committed rows; ``--check`` says whether it is up to date.
+"""Draws the README's results and ``docs/plans.md`` from committed rows; ``--check`` says whether they are up to date.
 
 python -m belady.readme_tables
 """
@@ -9,6 +9,7 @@ import argparse
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from graphs.files import write_whole
@@ -18,6 +19,15 @@ from .rows import read_rows
 
 ROOT = Path(__file__).resolve().parents[1]
 BEGIN, END = "<!-- results: drawn by scripts/readme_tables.py -->", "<!-- end of results -->"
+CLOSE = 0.01
+Row = dict[str, Any]
+PLANS = """# Plans, budget by budget
+
+Drawn from `benchmarks/plans.jsonl` by `python -m belady.readme_tables`; made by `python -m belady.bench_plans`. The gap holds for
+every schedule with the graph's order of first executions; the one in Checkmate's space for those that, between two first
+executions, run each op again at most once and in graph order. INFEASIBLE holds for every order; UNKNOWN: nothing found in time.
+
+"""
 
 
 def table(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
@@ -25,7 +35,7 @@ def table(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(cells) + " |" for cells in (header, ["---"] * len(header), *lines))
 
 
-def executed(rows: Sequence[dict[str, Any]]) -> str:
+def executed(rows: Sequence[Row]) -> str:
     """What one training step took, each way, under each budget."""
     return table(
         ("graph", "budget", "method", "overhead", "bound", "planned peak", "measured peak", "difference to plain PyTorch"),
@@ -45,22 +55,57 @@ def executed(rows: Sequence[dict[str, Any]]) -> str:
     )
 
 
-def planned(rows: Sequence[dict[str, Any]]) -> str:
+def planned(rows: Sequence[Row]) -> str:
     """Plans of every graph at every budget, with what was proved."""
     return table(
-        ("graph", "ops", "budget", "overhead", "gap", "seconds"),
+        ("graph", "ops", "budget", "status", "overhead", "gap", "gap in Checkmate's space", "seconds"),
         (
             (
                 row["graph"],
                 str(row["ops"]),
-                f"{row['budget_fraction']:.0%}",
+                f"{row['budget_fraction']:.0%} ({format_bytes(row['budget_bytes'])})",
+                row["status"],
                 percent(row["overhead"]),
                 percent(row["gap"]),
+                percent(restricted_gap(row)),
                 f"{row['wall_s']:.1f}",
             )
             for row in rows
         ),
     )
+
+
+def restricted_gap(row: Row) -> float | None:
+    """The gap to the better of the two bounds; the restricted one holds for Checkmate's space only."""
+    if row["time_ns"] is None or row["bound_ns"] is None:
+        return None
+    bound_ns: int = max(row["bound_ns"], row["restricted_bound_ns"] or 0)
+    time_ns: int = row["time_ns"]
+    return max(0.0, 1 - bound_ns / time_ns)
+
+
+def summarised(rows: Sequence[Row]) -> str:
+    """One line for each graph: how many of its budgets were settled how well, and how long that took."""
+    lines = []
+    for graph in dict.fromkeys(row["graph"] for row in rows):
+        mine = [row for row in rows if row["graph"] == graph]
+        found = [row for row in mine if row["time_ns"] is not None]
+        ruled_out = sum(row["status"] == "INFEASIBLE" for row in mine)
+        close = sum(row["gap"] is not None and row["gap"] <= CLOSE for row in found)
+        gaps = [row["gap"] for row in found if row["gap"] is not None]
+        lines.append(
+            (
+                graph,
+                str(mine[0]["ops"]),
+                str(len(mine)),
+                f"{close} + {ruled_out}",
+                percent(max(gaps, default=None)),
+                str(len(mine) - len(found) - ruled_out),
+                f"{median(row['wall_s'] for row in mine):.1f} / {max(row['wall_s'] for row in mine):.1f}",
+            )
+        )
+    settled = f"settled: gap ≤ {CLOSE:.0%}".replace("%", " %") + " + proved infeasible"
+    return table(("graph", "ops", "budgets", settled, "largest gap", "nothing found", "seconds, median / most"), lines)
 
 
 def percent(share: float | None) -> str:
@@ -83,8 +128,9 @@ def results() -> str:
             "One training step on a CPU, planned and online, executed and measured (`benchmarks/diff_*_cpu.jsonl`; op times are "
             "modelled for that device, bytes are measured):",
             executed(steps),
-            "Plans and what is proved about them, two cores (`benchmarks/plans.jsonl`):",
-            planned(plans),
+            "Plans at budgets from 90 % of the keep-all peak down, and what is proved about them, two cores "
+            "(`benchmarks/plans.jsonl`; every budget is in `docs/plans.md`):",
+            summarised(plans),
             END,
         )
     )
@@ -93,14 +139,16 @@ def results() -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Rewrite the section, or check it; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="change nothing; exit code 2 where the README is out of date")
+    parser.add_argument("--check", action="store_true", help="change nothing; exit code 2 where something is out of date")
     arguments = parser.parse_args(argv)
     readme = (ROOT / "README.md").read_text()
     before, _, rest = readme.partition(BEGIN)
-    fresh = before + results() + rest.partition(END)[2]
+    fresh = {"README.md": before + results() + rest.partition(END)[2]}
+    fresh["docs/plans.md"] = PLANS + planned(read_rows(ROOT / "benchmarks" / "plans.jsonl")) + "\n"
     if arguments.check:
-        return 0 if fresh == readme else 2
-    write_whole(ROOT / "README.md", fresh)
+        return 0 if all((ROOT / name).exists() and (ROOT / name).read_text() == text for name, text in fresh.items()) else 2
+    for name, text in fresh.items():
+        write_whole(ROOT / name, text)
     return 0
 
 
