@@ -23,6 +23,7 @@ Bytes are counted in units, rounded up, so a schedule never needs more than the 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -124,9 +125,12 @@ class ChainProgram:
         parts += [way.saved_bytes for link in self._links for ways in link.saved for way in ways]
         return max(1, math.gcd(*parts))
 
-    def tables(self, room_bytes: int, unit_bytes: int, *, more: int = 0) -> Tables:
-        """Solve for the budget ``fixed_bytes + room_bytes``, and all that are some units less or up to ``more`` units more."""
-        return Tables(self._links, room_bytes // unit_bytes + more, unit_bytes, room_bytes % unit_bytes)
+    def tables(self, room_bytes: int, unit_bytes: int, *, more: int = 0, deadline: float = math.inf) -> Tables:
+        """Solve for the budget ``fixed_bytes + room_bytes``, and all that are some units less or up to ``more`` units more.
+
+        Raises TimeoutError where that is not done by ``deadline`` (of ``time.perf_counter``).
+        """
+        return Tables(self._links, room_bytes // unit_bytes + more, unit_bytes, room_bytes % unit_bytes, deadline)
 
     def _link(
         self,
@@ -255,7 +259,7 @@ class ChainProgram:
 class Tables:
     """C(m, i, j) for all m up to a limit, and the schedules behind it. m units are ``m * unit_bytes + spare_bytes`` bytes."""
 
-    def __init__(self, links: Sequence[_Link], units: int, unit_bytes: int, spare_bytes: int) -> None:
+    def __init__(self, links: Sequence[_Link], units: int, unit_bytes: int, spare_bytes: int, deadline: float) -> None:
         self._unit_bytes = unit_bytes
         self._spare_bytes = spare_bytes
         self._links = links
@@ -266,6 +270,8 @@ class Tables:
         if units >= 0:
             for i in range(count - 1, -1, -1):
                 for j in range(i, count):
+                    if time.perf_counter() > deadline:
+                        raise TimeoutError("out of time in the chain program")
                     for loose in (0, 1):
                         self._solve(loose, i, j)
 
@@ -386,14 +392,18 @@ class _Ops:
 _Part = _Ops | tuple[int, int, int, int]  # ops to put out, or a state (loose, i, j, m)
 
 
-def solve_chain(program: ChainProgram, budget_bytes: int, slots: int = SLOTS) -> tuple[Schedule | None, dict[str, Any]]:
+def solve_chain(
+    program: ChainProgram, budget_bytes: int, slots: int = SLOTS, *, time_limit_s: float = math.inf
+) -> tuple[Schedule | None, dict[str, Any]]:
     """The cheapest schedule that the tables give and that fits, with notes on what is proved; None where none fits.
 
     Rounding up forbids schedules that fit, and so does counting throughout what the forward pass makes for good. So the tables go
     on to some units more than the budget, and the first schedule that ``simulate`` lets pass, from the most units down, is taken.
 
-    Where the keep-all schedule fits, it is returned. Notes: ``unit_bytes``; ``persistent_bound_ns`` where the tables are exact;
-    without a schedule ``stopped``, which says how many bytes the program needs, and ``needs_bytes``; or ``infeasible``.
+    Where the keep-all schedule fits, it is returned; where time runs out (with thousands of stages), nothing.
+
+    Notes: ``unit_bytes``; ``persistent_bound_ns`` where the tables are exact; without a schedule ``stopped``, which says how many
+    bytes the program needs, and ``needs_bytes``; or ``infeasible``.
     """
     graph = program.graph
     if (least := least_bytes(graph)) > budget_bytes:
@@ -415,14 +425,23 @@ def solve_chain(program: ChainProgram, budget_bytes: int, slots: int = SLOTS) ->
         unit_bytes = program.grain_bytes
     notes: dict[str, Any] = {"stages": count, "unit_bytes": unit_bytes}
     more = -(-held_bytes // unit_bytes) + (count if rounded else 0)
-    tables = program.tables(most, unit_bytes, more=min(more, slots))
+    deadline = time.perf_counter() + time_limit_s
+    try:
+        tables = program.tables(most, unit_bytes, more=min(more, slots), deadline=deadline)
+    except TimeoutError:
+        notes["stopped"] = "time limit"
+        return None, notes
     if not rounded and not held_bytes and (proved := tables.time_ns(most // unit_bytes)) is not None and proved < EXACT:
         notes["persistent_bound_ns"] = proved
     for units in tables.steps():
         schedule = with_frees(graph, tables.ops(units))
         if simulate(graph, schedule).peak_bytes <= budget_bytes:
             return schedule, notes
-    smallest = _smallest(program, slots)
+    try:
+        smallest = _smallest(program, slots, deadline)
+    except TimeoutError:
+        notes["stopped"] = "time limit"
+        return None, notes
     needs = simulate(graph, smallest).peak_bytes
     if needs <= budget_bytes:
         return smallest, notes
@@ -431,13 +450,13 @@ def solve_chain(program: ChainProgram, budget_bytes: int, slots: int = SLOTS) ->
     return None, notes
 
 
-def _smallest(program: ChainProgram, slots: int) -> Schedule:
+def _smallest(program: ChainProgram, slots: int, deadline: float) -> Schedule:
     """The schedule for the least memory that the tables know."""
     graph = program.graph
     most = sum(value.size_bytes for value in graph.values) + max((op.workspace_bytes for op in graph.ops), default=0)
     while True:
         unit_bytes = max(program.grain_bytes, -(-most // slots), 1)
-        tables = program.tables(most, unit_bytes)
+        tables = program.tables(most, unit_bytes, deadline=deadline)
         units = tables.least_units()
         if units is None:  # rounding up took more than all the memory there is
             assert unit_bytes > program.grain_bytes, "a chain program without a schedule in all the memory there is"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
@@ -219,6 +220,15 @@ def test_keeping_all_is_not_missed(method: str) -> None:
     graph = late_backward()
     budget_bytes = simulate(graph, keep_all(graph)).peak_bytes
     assert solve(graph, budget_bytes, method=method).status is Status.OPTIMAL
+
+
+@pytest.mark.parametrize("method", ["rotor", "rockmate"])
+def test_chains_too_long_for_the_time_limit_are_given_up(method: str) -> None:
+    graph = chain(400)
+    began = time.perf_counter()
+    found = solve(graph, 40, method=method, time_limit_s=0.5)
+    assert found.status is Status.UNKNOWN and found.notes["stopped"] == "time limit"
+    assert time.perf_counter() - began < 10
 
 
 @pytest.mark.parametrize("slots", [0, -1, 1.5, True])

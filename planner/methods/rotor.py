@@ -24,7 +24,7 @@ def solve(
     budget_bytes: int,
     *,
     gap: float = 0.0,
-    time_limit_s: float = 0.0,
+    time_limit_s: float = 60.0,
     seed: int = 0,
     start: Schedule | None = None,
     progress: Callable[..., None] | None = None,
@@ -32,8 +32,9 @@ def solve(
 ) -> Plan:
     """The cheapest persistent schedule of a chain; ``bound_ns`` is the keep-all time, the only bound on schedules of all kinds.
 
-    slots  memory units of the budget at most; where the sizes' common divisor gives fewer units, nothing is rounded, and
-           ``notes["persistent_bound_ns"]`` is the least time of all persistent schedules
+    time_limit_s  give up after this long: there is no schedule before the end, and time grows with the cube of the stages
+    slots         memory units of the budget at most; where the sizes' common divisor gives fewer units, nothing is rounded, and
+                  ``notes["persistent_bound_ns"]`` is the least time of all persistent schedules
 
     Schedules that the rounding forbids but that fit are found too, where a budget of up to one unit more a stage gives them.
     Raises InputError naming the op where the graph is not a chain.
@@ -43,7 +44,7 @@ def solve(
         raise InputError(f"slots must be a positive integer, not {slots!r}")
     chain = chain_of_ops(graph)
     program = ChainProgram(chain, [[Way(stage.forward, stage.backward)] for stage in chain.stages])
-    schedule, notes = solve_chain(program, budget_bytes, slots)
+    schedule, notes = solve_chain(program, budget_bytes, slots, time_limit_s=time_limit_s)
     return Plan.of(
         graph,
         budget_bytes,
