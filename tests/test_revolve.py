@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import replace
 from functools import cache
 
@@ -12,7 +13,7 @@ from graphs import InputError, Value
 from graphs.synthetic import chain, linear_network, random_training
 from planner import Status, keep_all, simulate, solve
 from planner.chains import chain_of_ops
-from planner.methods.revolve import equal_layers, forward_runs
+from planner.methods.revolve import equal_layers, first_jump, forward_runs
 from planner.methods.revolve import solve as revolve
 from tests.chains import random_chain, vgg19
 from tests.oracles import least_time
@@ -34,6 +35,20 @@ def recurrence(l: int, m: int) -> int:  # noqa: E741 - the paper's letter
 def test_the_closed_form_is_the_recurrence(slots: int) -> None:
     for steps in range(1, 60):
         assert forward_runs(steps, slots) == recurrence(steps - 1, slots)
+
+
+def test_the_first_jump_is_the_least_of_the_best() -> None:
+    for steps in range(2, 60):
+        for slots in range(2, 12):
+            runs = [j + forward_runs(steps - j, slots - 1) + forward_runs(j, slots) for j in range(1, steps)]
+            assert first_jump(steps, slots) == 1 + runs.index(min(runs)) and min(runs) == forward_runs(steps, slots)
+
+
+def test_thousands_of_layers_take_seconds() -> None:
+    began = time.process_time()
+    found = solve(chain(2_500), 200, method="revolve")
+    assert found.time_ns == 5_001 + forward_runs(2_501, found.notes["slots"]) - 2_500
+    assert time.process_time() - began < 20
 
 
 def test_the_longest_chain_of_r_runs_a_step() -> None:

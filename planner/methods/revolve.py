@@ -99,10 +99,27 @@ def forward_runs(steps: int, slots: int) -> int:
 
     slots  checkpoints that can be kept, the chain's input among them, >= 1
     """
+    r = _repeats(steps, slots)
+    return r * steps - math.comb(slots + r, slots + 1)
+
+
+@functools.cache
+def first_jump(steps: int, slots: int) -> int:
+    """The fewest steps to run forward before the next checkpoint so that the rest takes the least forward runs.
+
+    slots  at least 2. The best jumps are those that leave neither part more steps than its share of the runs reverses.
+    """
+    r = _repeats(steps, slots)
+    head = math.comb(slots + r - 2, slots) if r >= 2 else 0
+    return max(1, head, steps - math.comb(slots - 1 + r, slots - 1))
+
+
+def _repeats(steps: int, slots: int) -> int:
+    """How often a step has to run forward at most."""
     r = 0
     while math.comb(slots + r, slots) < steps:
         r += 1
-    return r * steps - math.comb(slots + r, slots + 1)
+    return r
 
 
 def equal_layers(chain: Chain) -> bool:
@@ -151,7 +168,7 @@ def _ops(chain: Chain, slots: int) -> list[int]:
         if left == 1:
             jump = length - 1
         else:
-            jump = min(range(1, length), key=lambda j: j + forward_runs(length - j, left - 1) + forward_runs(j, left))
+            jump = first_jump(length, left)
         middle = low + jump
         runs.extend(i for stage in chain.stages[low:middle] for i in stage.forward)
         stack.append((low, middle - 1, left, False))
