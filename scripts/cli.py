@@ -573,9 +573,10 @@ def _outcome(plan: Plan) -> int:
     if plan.status is Status.INFEASIBLE:
         raise infeasible(plan.graph, plan.budget_bytes, plan)
     if plan.status is Status.UNKNOWN:
+        reason = f" ({plan.notes['stopped']})" if "stopped" in plan.notes else ""
         raise NoScheduleFound(
-            f"{plan.method} found no schedule of {plan.graph.name} in {plan.budget_bytes:,} bytes within {plan.wall_s:.1f} s, "
-            f"but did not rule one out; try a longer --time-limit or another --method"
+            f"{plan.method} found no schedule of {plan.graph.name} in {plan.budget_bytes:,} bytes within {plan.wall_s:.1f} s"
+            f"{reason}, but did not rule one out; try a longer --time-limit or another --method"
         )
     return DONE
 
