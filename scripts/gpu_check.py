@@ -1,6 +1,6 @@
 """Check and measure everything that runs on a GPU: the GPU tests, then the benchmark of planned steps and their rivals.
 
-    python -m belady.gpu_check --out benchmarks/gpu.jsonl
+    python -m belady.gpu_check --out benchmarks/gpu.jsonl      (in a checkout that is not installed: python -m scripts.gpu_check)
 
 Stops in time (``--seconds``) and says what was left out; the same command goes on from there: a row is known by device, workload,
 method and share of the memory. Without CUDA (or with ``--small``) the same at small sizes.
@@ -15,6 +15,7 @@ import argparse
 import contextlib
 import functools
 import gc
+import itertools
 import os
 import re
 import signal
@@ -70,7 +71,9 @@ PLANNED = ("optimum", "optimum+cuda_graph")
 ONLINE = ("online:dtr", "online:dtr_eq", "online:lru", "online:coop")
 COMPILED = "compile"
 METHODS = (*WHOLE, *PLANNED, *ONLINE, COMPILED)
+FIRST_RATIOS = (0.5, 0.25, 0.75)  # of the compiler's memory budget, measured for every workload
 PLAN_S = 15.0  # solving one budget
+_GPU_TEST = re.compile(r"^\s*@pytest\.mark\.gpu", re.MULTILINE)
 TESTS_SHARE = 0.25  # of the time, at most, for the tests
 
 
@@ -214,7 +217,8 @@ def captured(name: str, sizes: dict[str, int], device: str, folder: Path | None)
     model, inputs, loss = build(name, device=device, **dict[str, Any](sizes))
     step = capture(model, inputs, loss=loss, name=label(name, sizes))
     if folder is None:
-        return with_costs(step, "measured" if device == "cuda" else "roofline", progress=None), inputs
+        # Without a bar of its own: there is one already, and a terminal shows one at a time.
+        return with_costs(step, "measured" if device == "cuda" else "roofline", progress=lambda done, total: None), inputs
     path = graph_file(folder, step.graph.name)
     costed = load_graph(path)
     if len(costed.ops) == len(step.graph.ops):
@@ -227,9 +231,9 @@ def captured(name: str, sizes: dict[str, int], device: str, folder: Path | None)
 class Workload:
     """The cells of one workload, run one by one."""
 
-    def __init__(self, name: str, step: Step, bench: Bench, plans: Plans, *, backend: str, halvings: int) -> None:
+    def __init__(self, name: str, step: Step, bench: Bench, plans: Plans, *, backend: str, ratios: int) -> None:
         self._name, self._step, self._bench, self._plans = name, step, bench, plans
-        self._backend, self._halvings = backend, halvings
+        self._backend, self._ratios = backend, ratios
         self._compiled: dict[float, Trial] = {}  # by ratio
         self._peaks: dict[float, int] = {}  # by share: where the plan's measured peak was
 
@@ -289,19 +293,20 @@ class Workload:
         return {**row, **self._measured(self._bench.online(budget_bytes, rule)), "status": str(Status.FEASIBLE)}
 
     def _compile(self, share: float) -> dict[str, Any]:
-        """The fastest ratio whose measured peak is at most the plan's, searched by halving.
+        """The fastest ratio whose measured peak is at most the plan's: some all over, then bisected where peaks cross it.
 
         Peaks are not monotone in the ratio, so everything measured for any budget counts.
         """
         target = self._peaks.get(share, budget_of(self._step.graph, share))
         row = {"budget_bytes": target, "measured_target_bytes": target, "measured_backend": self._backend}
-        low, high = 0.0, 1.0
-        for _ in range(self._halvings):
-            middle = (low + high) / 2
-            if self._ratio(middle).peak_bytes <= target:
-                low = middle
-            else:
-                high = middle
+        for ratio in FIRST_RATIOS[: self._ratios]:
+            self._ratio(ratio)
+        for _ in range(self._ratios - len(FIRST_RATIOS)):
+            pairs = itertools.pairwise(sorted(self._compiled))
+            crossing = [p for p in pairs if len({self._ratio(ratio).peak_bytes <= target for ratio in p}) == 2]
+            if not crossing:
+                break
+            self._ratio(sum(crossing[-1]) / 2)  # the highest ratio recomputes least
         sweep = sorted((ratio, trial.peak_bytes, trial.time_ns) for ratio, trial in self._compiled.items())
         row["measured_sweep"] = sweep
         fitting = [ratio for ratio, peak, _ in sweep if peak <= target]
@@ -331,7 +336,7 @@ class Workload:
 
 def run_tests(folder: Path, limit_s: float) -> dict[str, Any]:
     """The GPU tests of a folder in a process of their own; a row."""
-    files = sorted(str(path) for path in folder.glob("test_*.py") if "mark.gpu" in path.read_text(encoding="utf-8"))
+    files = sorted(str(path) for path in folder.glob("test_*.py") if _GPU_TEST.search(path.read_text(encoding="utf-8")))
     row: dict[str, Any] = {"graph": None, "method": "tests", "share": None, "reason": None, "files": len(files)}
     if not files:
         return {**row, "status": "UNAVAILABLE", "reason": f"no GPU tests in {folder}"}
@@ -423,8 +428,8 @@ class Session:
                 plans = Plans(step, graph_name, self.arguments.budget, folder=folder, pool=pool)
                 tick("eager")
                 bench = Bench(step, inputs, repeats=self.arguments.repeats)
-                options = {"backend": self.arguments.backend, "halvings": self.arguments.halvings}
-                work = Workload(name, step, bench, plans, **options)
+                backend, ratios = self.arguments.backend, self.arguments.ratios
+                work = Workload(name, step, bench, plans, backend=backend, ratios=ratios)
                 longest_s = 0.0
                 while at < len(todo):
                     spent_s = time.monotonic() - begin
@@ -551,7 +556,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--budget", action="append", type=_share, metavar="SHARE", help="of the keep-all peak; several times")
     add("--repeats", type=int, help="timed steps a cell (default: 3, on a CPU 1)")
     add("--backend", default="aot_eager_decomp_partition", help="of torch.compile (default: %(default)s)")
-    add("--halvings", type=int, default=4, help="ratios torch.compile is tried with for each budget (default: %(default)s)")
+    add("--ratios", type=int, default=5, help="of torch.compile's memory budget, tried for each budget (default: %(default)s)")
     add("--small", action="store_true", help="small sizes on the CPU, even where there is a GPU")
     add("--large", action="store_true", help="the sizes for a GPU, even on a CPU")
     add("--deterministic", action="store_true", help="kernels that give the same bits in every run, where there are any")

@@ -59,7 +59,7 @@ def test_planned_steps_keep_their_promises(name: str, tmp_path: Path) -> None:
 
 
 def test_every_rival_runs(tmp_path: Path) -> None:
-    code, rows = check(tmp_path, "--only", "unet", "--budget", "0.7", "--halvings", "1")
+    code, rows = check(tmp_path, "--only", "unet", "--budget", "0.7", "--ratios", "1")
     assert code == 0
     found = {row["method"]: row for row in rows}
     assert list(found) == [cell.method for cell in gpu_check.cells(gpu_check.METHODS, [0.7])]
@@ -92,7 +92,7 @@ def test_goes_on_where_it_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_plans_made_before_need_no_solver(tmp_path: Path) -> None:
-    """Graphs are written here, solved elsewhere, and run in a process that has neither ortools nor pulp."""
+    """Graphs are written here, solved elsewhere, and run in a process that has neither ortools nor pulp nor numba."""
     plans = tmp_path / "plans"
     arguments = ["--small", "--only", "unet", "--budget", "0.7"]
     assert main([*arguments, "--make-graphs", str(plans)]) == 0
@@ -110,7 +110,7 @@ def test_plans_made_before_need_no_solver(tmp_path: Path) -> None:
 import sys
 class Blocked:
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in ("ortools", "pulp"):
+        if name.partition(".")[0] in ("ortools", "pulp", "numba"):
             raise ModuleNotFoundError(name)
 sys.meta_path.insert(0, Blocked())
 from belady import gpu_check
