@@ -317,6 +317,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the methods")
     arguments = parser.parse_args(argv)
     try:
+        if arguments.seeds < 1:
+            raise InputError(f"--seeds must be at least 1, not {arguments.seeds}")
+        if not arguments.memory_gib > 0:
+            raise InputError(f"--memory-gib must be above 0, not {arguments.memory_gib}")
+        if arguments.data is None and (asked := [name for name in arguments.graph if name in INSTANCES]):
+            raise InputError(f"{asked[0]} is a published instance: name the folder with --data or in BELADY_DATA")
         bench(
             arguments.out,
             cases(graph_names(arguments.graph), seeds=arguments.seeds, large=arguments.large, data=arguments.data),

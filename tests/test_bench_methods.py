@@ -166,6 +166,23 @@ def test_the_command_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFi
     assert main(["--out", str(tmp_path / "rows.jsonl"), "--graph", "RL1", "--time-limit", "-1"]) == 2
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--seeds", "0"], "--seeds must be at least 1"),
+        (["--memory-gib", "0"], "--memory-gib must be above 0"),
+        (["--memory-gib", "nan"], "--memory-gib must be above 0"),
+        (["--graph", "vgg16_176"], "vgg16_176 is a published instance"),
+    ],
+)
+def test_what_would_run_nothing_is_refused(
+    arguments: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("BELADY_DATA", raising=False)
+    assert main(["--out", str(tmp_path / "rows.jsonl"), "--method", "keep_all", *arguments]) == 2
+    assert words in capsys.readouterr().err
+
+
 def test_the_command_writes_rows(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     assert main(["--out", str(path), "--graph", "RL1", "--method", "keep_all", "--time-limit", "1"]) == 0
