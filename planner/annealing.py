@@ -301,3 +301,21 @@ class Annealer:
                     if i and reads[i - 1] > end:
                         end = reads[i - 1]
                     memory[end + 1 : t + 1] -= size
+
+
+def useful(graph: Graph, ops: Sequence[int]) -> list[int]:
+    """The sequence without repeats that nothing reads."""
+    first: set[int] = set()
+    again = []
+    for v in ops:
+        again.append(v in first)
+        first.add(v)
+    needed = set(graph.outputs)
+    kept = []
+    for v, repeat in zip(reversed(ops), reversed(again), strict=True):
+        op = graph.ops[v]
+        if not repeat or not needed.isdisjoint(op.outputs):
+            kept.append(v)
+            needed.difference_update(op.outputs)
+            needed.update(op.inputs)
+    return kept[::-1]

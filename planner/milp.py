@@ -101,6 +101,8 @@ class Milp:
         node_limit  stop after this many branch-and-bound nodes: a limit that does not depend on the machine
         """
         result = _run(self.proto(), _parameters(time_limit_s, gap, cutoff, node_limit, seed))
+        if result is None:
+            return Answer(Outcome.STOPPED, None, math.inf, -math.inf)
         return self._answer(result, cutoff)
 
     def proto(self) -> Any:
@@ -189,7 +191,7 @@ def _wait() -> None:
 
 
 def _run(proto: Any, parameters: Any) -> Any:
-    """Solve on a daemon thread, which an interrupted caller leaves behind."""
+    """Solve on a daemon thread, which an interrupted caller leaves behind. None where HiGHS gives up over its numerics."""
     results: list[Any] = []
     errors: list[BaseException] = []
     done = threading.Event()  # and not Thread.join: interrupted, that takes a running thread for dead (Python 3.11)
@@ -227,5 +229,9 @@ def _run(proto: Any, parameters: Any) -> Any:
         leave_behind(done)
         raise
     if errors:
+        from pybind11_abseil.status import StatusNotOk
+
+        if isinstance(errors[0], StatusNotOk):
+            return None
         raise errors[0]
     return results[0]

@@ -349,7 +349,7 @@ class _MathOpt:
         """The solver's own result, or an Answer where it gives up."""
         from ortools.math_opt import callback_pb2, model_parameters_pb2, parameters_pb2
         from ortools.math_opt.core.python import solver
-        from pybind11_abseil.status import StatusNotOk  # type: ignore[import-untyped]  # comes with OR-Tools
+        from pybind11_abseil.status import StatusNotOk  # comes with OR-Tools
 
         parameters = parameters_pb2.SolveParametersProto()
         parameters.time_limit.FromNanoseconds(max(1, int(time_limit_s * 1e9)))

@@ -7,13 +7,13 @@ The moves are in ``planner.annealing``. Left out: fusing cheap chains of ops bef
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from graphs.errors import InputError
 from graphs.ir import Graph
-from planner.annealing import Annealer
+from planner.annealing import Annealer, useful
 from planner.bounds import least_bytes
 from planner.result import Plan
 from planner.schedule import Schedule, computes, keep_all, with_frees
@@ -133,7 +133,7 @@ class _Search:
         least = self.notes.get("smallest_peak_bytes", annealer.peak_bytes)
         self.notes["smallest_peak_bytes"] = min(least, annealer.peak_bytes)
         if annealer.peak_bytes <= self.budget_bytes and (self.time_ns is None or annealer.time_ns < self.time_ns):
-            self.offer(with_frees(self.graph, _useful(self.graph, annealer.sequence)), phase)
+            self.offer(with_frees(self.graph, useful(self.graph, annealer.sequence)), phase)
 
     def offer(self, schedule: Schedule | None, phase: str) -> None:
         """Keep a schedule that fits and is the cheapest so far."""
@@ -145,21 +145,3 @@ class _Search:
             self.notes["found_by"] = phase
             if self.progress is not None:
                 self.progress(time_ns=trace.time_ns, bound_ns=self.graph.keep_all_time_ns, phase=phase)
-
-
-def _useful(graph: Graph, ops: Sequence[int]) -> list[int]:
-    """The sequence without repeats that nothing reads."""
-    first: set[int] = set()
-    again = []
-    for v in ops:
-        again.append(v in first)
-        first.add(v)
-    needed = set(graph.outputs)
-    kept = []
-    for v, repeat in zip(reversed(ops), reversed(again), strict=True):
-        op = graph.ops[v]
-        if not repeat or not needed.isdisjoint(op.outputs):
-            kept.append(v)
-            needed.difference_update(op.outputs)
-            needed.update(op.inputs)
-    return kept[::-1]

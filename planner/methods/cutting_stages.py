@@ -18,12 +18,13 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from graphs.ir import Graph
+from planner.annealing import Annealer, useful
 from planner.block_chain import block_schedule
 from planner.bounds import least_bytes
 from planner.milp import Answer, Outcome
 from planner.pebbling import least_peak
 from planner.result import Plan
-from planner.schedule import Compute, Schedule, keep_all, with_frees
+from planner.schedule import Compute, Schedule, computes, keep_all, with_frees
 from planner.simulate import simulate
 from planner.stage_model import Inside, StageModel, stage_model, walk, with_end
 
@@ -37,6 +38,9 @@ WORK = 50_000  # ops that list walks may run in the first round; twice as many i
 MOST_WORK = 800_000
 BLOCKS_ROUND, BLOCKS_SHARE = 3, 0.15  # blocks are tried after this many rounds, for this share of the time that is left
 PEBBLE_STATES = 5_000  # sets of values to visit at most where nothing fits so far
+ANNEAL_SHARE = 0.4  # of the time that is left, at most, where nothing fits so far
+ANNEAL_CHUNKS, ANNEAL_CHUNK = 400, 2_500  # moves
+HEAT = 5.0, 1e-4  # first and last temperature, times the number of ops, as shares of the objective
 IDLE_ROUNDS = 10  # stop after as many searches in a row that found nothing, when there is no event left to add
 NODES = 2_000  # branch-and-bound nodes of one MILP at most
 CHEAP_ROUNDS, CHEAP_VARIABLES = 3, 4_000  # what is this small is solved more exactly than asked:
@@ -61,7 +65,8 @@ def solve(
     progress      called as ``progress(time_ns=..., bound_ns=..., phase=...)`` where one of them changed (None: not known)
 
     The status is INFEASIBLE only where no schedule in any order fits; where none with this order does, it is UNKNOWN and
-    ``notes["stopped"]`` says so.
+    ``notes["stopped"]`` says so. A schedule in another order has the keep-all time as its bound; ``notes["order_bound_ns"]`` has
+    what is proved about the graph's own.
     Unless the time limit struck (``notes["stopped"]``), the same arguments give the same plan.
     """
     began = time.perf_counter()
@@ -73,6 +78,14 @@ def solve(
     if search.best is None and "infeasible" not in search.notes:  # no time for more
         search.walks.start()
         search.take_walk()
+    bound_ns = search.bound_ns
+    if search.best is not None and search.time_ns is not None:
+        first_runs = list(dict.fromkeys(computes(search.best)))
+        if first_runs == sorted(first_runs):
+            bound_ns = min(bound_ns, search.time_ns)  # above it by the solver's rounding at most
+        else:  # what holds for all orders is the keep-all time
+            search.notes["order"] = "first executions are not in graph order"
+            search.notes["order_bound_ns"], bound_ns = bound_ns, graph.keep_all_time_ns
     return Plan.of(
         graph,
         budget_bytes,
@@ -80,7 +93,7 @@ def solve(
         method=METHOD,
         seed=seed,
         wall_s=time.perf_counter() - began,
-        bound_ns=search.bound_ns,
+        bound_ns=bound_ns,
         restricted_bound_ns=search.restricted_bound_ns,
         gap=gap,
         infeasible="infeasible" in search.notes,
@@ -137,6 +150,8 @@ def _rounds(search: _Search, tightest: int) -> bool:
         if round_ == 1:
             search.walks.start()
             _guide(search, closed_graph, tightest)
+            if search.time_ns is None and not search.closed(search.gap):
+                _anneal(search)
         if round_ == 1 and search.walks.runs is None and not _pebble(search):
             return False
         search.walks.guide(list(zip(events, kept, strict=True)))
@@ -166,6 +181,23 @@ def _pebble(search: _Search) -> bool:
         return False
     search.offer(schedule, "pebbling")
     return True
+
+
+def _anneal(search: _Search) -> None:
+    """Still nothing: give up the order of first executions, and let annealing find one in which something fits."""
+    count = len(search.graph.ops)
+    annealer = Annealer(search.graph, range(count), search.budget_bytes, search.seed, keep_order=False)
+    began, share_s = time.perf_counter(), ANNEAL_SHARE * search.left_s
+    hot, cold = HEAT
+    done = 0.0
+    for chunk in range(1, ANNEAL_CHUNKS + 1):
+        heat = hot * (cold / hot) ** done / count
+        done = max(chunk / ANNEAL_CHUNKS, min(1.0, (time.perf_counter() - began) / share_s))  # cool faster where time is short
+        annealer.anneal(ANNEAL_CHUNK, heat, hot * (cold / hot) ** done / count)
+        if annealer.peak_bytes <= search.budget_bytes and (search.time_ns is None or annealer.time_ns < search.time_ns):
+            search.offer(with_frees(search.graph, useful(search.graph, annealer.sequence)), "annealing, in another order")
+        if done == 1:
+            return
 
 
 def _guide(search: _Search, closed_graph: Graph, event: int) -> None:
@@ -306,13 +338,13 @@ class _Search:
             self.offer(with_frees(self.graph, self.walks.runs.tolist()), "list walk")
 
     def raise_bound(self, bound_ns: int | None, *, restricted: bool) -> None:
-        """Note a proved bound. A schedule in hand caps it: that is then optimal, whatever else rounding may say."""
+        """Note a proved bound, on schedules with the graph's order of first executions."""
         if bound_ns is None:
             return
         if restricted:
             self.restricted_bound_ns = max(bound_ns, self.restricted_bound_ns or 0)
         else:
-            self.bound_ns = max(self.bound_ns, bound_ns if self.time_ns is None else min(bound_ns, self.time_ns))
+            self.bound_ns = max(self.bound_ns, bound_ns)
         self._report("bound")
 
     def _report(self, phase: str) -> None:
