@@ -21,6 +21,7 @@ from rich.table import Table
 from graphs.errors import BeladyError, InputError, NoScheduleFound
 from graphs.ir import Graph
 from planner.budget import format_bytes, resolve_budget
+from planner.methods import METHODS
 from planner.milp import solving
 from planner.plan import infeasible, solve, with_costs
 from planner.result import Plan, Status
@@ -229,10 +230,13 @@ def _budget(command: argparse.ArgumentParser, *, several: bool = False) -> None:
 
 def _solver(command: argparse.ArgumentParser, *, several: bool = False) -> None:
     group = command.add_argument_group("solving")
+    names = ", ".join(METHODS)
     if several:
         group.add_argument("--method", action="append", help="planning method; all; none (default: cutting_stages)")
     else:
-        group.add_argument("--method", default="cutting_stages", help="planning method (default: cutting_stages)")
+        group.add_argument(
+            "--method", default="cutting_stages", help=f"planning method (default: cutting_stages); {', '.join(METHODS)}"
+        )
     group.add_argument("--gap", type=float, default=0.005, help="stop when proved within this of the optimum (default: 0.005)")
     group.add_argument("--time-limit", type=float, default=60.0, metavar="S", help="seconds for each budget (default: 60)")
     group.add_argument("--seed", type=int, default=0, help="seed of everything random (default: 0)")
