@@ -230,7 +230,6 @@ def _budget(command: argparse.ArgumentParser, *, several: bool = False) -> None:
 
 def _solver(command: argparse.ArgumentParser, *, several: bool = False) -> None:
     group = command.add_argument_group("solving")
-    names = ", ".join(METHODS)
     if several:
         group.add_argument("--method", action="append", help="planning method; all; none (default: cutting_stages)")
     else:
