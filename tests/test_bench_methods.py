@@ -73,7 +73,7 @@ def test_rows_say_what_the_methods_say(rows_file: Path) -> None:
         row = rows["chain_6", 6, method]
         assert (row["time_ns"], row["status"], row["bound_ns"]) == (plan.time_ns, str(plan.status), plan.bound_ns)
         assert row["reason"] is None
-        assert 0 <= row["found_s"] <= row["wall_s"] + 1
+        assert 0 <= row["found_s"] <= row["wall_s"] + 5  # the process has to start first
     best = best_run(graph, 6).plan()
     assert rows["chain_6", 6, "online:best"]["time_ns"] == best.time_ns
     assert rows["chain_6", 6, "online:best"]["notes"]["rule"] == best.notes["rule"]
