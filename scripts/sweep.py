@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
+from types import FrameType
 from typing import Any, cast
 
 from graphs.errors import BeladyError, InputError
@@ -251,6 +252,9 @@ def _started(graphs: Mapping[str, Graph]) -> tuple[SpawnProcess, Connection]:
     # What a process is started with: one thread, and Ctrl-C blocked, which is for the parent alone.
     before = {name: os.environ.get(name) for name in THREADS}
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    # Another thread may take the signal nevertheless; halfway through, the process would complain about what it is not told.
+    interrupts: list[int] = []
+    handler = signal.signal(signal.SIGINT, lambda number, _: interrupts.append(number))
     try:
         os.environ.update(dict.fromkeys(THREADS, "1"))
         process.start()
@@ -260,21 +264,37 @@ def _started(graphs: Mapping[str, Graph]) -> tuple[SpawnProcess, Connection]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+        signal.signal(signal.SIGINT, handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         theirs.close()
+    if interrupts:
+        process.terminate()
+        raise KeyboardInterrupt
     return process, ours
 
 
 def _serve(line: Connection, graphs: dict[str, Graph]) -> None:
     """The life of a process: a cell comes, its row goes, until the line is closed."""
     os.setpgid(0, 0)  # ``_kill`` ends whatever it has started
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # methods put their house in order when they are interrupted
+    ended = False
+
+    def end(number: int, frame: FrameType | None) -> None:
+        nonlocal ended
+        ended = True
+        signal.default_int_handler(number, frame)  # methods put their house in order when they are interrupted
+
+    signal.signal(signal.SIGTERM, end)
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)  # what solvers print
-    with suppress(EOFError, OSError, KeyboardInterrupt):
+    try:
         while True:
             cell = line.recv()
             line.send(row_of(graphs[cell.fingerprint], cell))
+    except (EOFError, OSError):
+        pass
+    except BaseException:  # in the middle of an import, an interruption comes as another error
+        if not ended:
+            raise
     os._exit(0)  # without waiting for a solver that was interrupted
 
 
