@@ -7,32 +7,24 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 from matplotlib import pyplot as plt
 
-from graphs.errors import BeladyError, InputError
-from graphs.files import read_text, write_whole
 from planner.result import Status
 
+from .page import END, latest, page_of_rows, percent, table
 from .plots import COLOURS, MARKERS, save
-from .readme_tables import percent, table
-from .rows import read_rows
-from .sweep import ONLINE, REFUSED, key_of
+from .sweep import ONLINE, REFUSED, Row
 
-ROOT = Path(__file__).resolve().parents[1]
-BEGIN, END = "<!-- results: drawn by scripts/methods_doc.py -->", "<!-- end of results -->"
+BEGIN = "<!-- results: drawn by scripts/methods_doc.py -->"
 OURS = "cutting_stages"
 BEST = "online:best"
-
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -64,12 +56,12 @@ class Cells:
 
 def cells(rows: Iterable[Row]) -> Cells:
     """The last row of each cell, and the bounds that all rows together prove."""
-    latest = {key: row for row in rows if (key := key_of(row)) is not None}
+    found = latest(rows)
     bounds: dict[tuple[str, int], int] = {}
-    for row in latest.values():
+    for row in found:
         where = row["fingerprint"], row["budget_bytes"]
         bounds[where] = max(row["bound_ns"] or 0, row["keep_all_time_ns"], bounds.get(where, 0))
-    return Cells(tuple(latest.values()), bounds)
+    return Cells(tuple(found), bounds)
 
 
 # ------------------------------------------------------------------------------------------------------- tables
@@ -192,7 +184,7 @@ def results(found: Cells, picture: str) -> str:
         (
             BEGIN,
             f"{len(found.rows)} cells on {graphs} graphs, a time limit of {limit} seconds, one thread; our "
-            f" bound is attained, within the asked gap, in {proved} of {len(found.of(OURS))}.",
+            f"bound is attained, within the asked gap, in {proved} of {len(found.of(OURS))}.",
             f"![Share of cells with a schedule close to the bound, and found soon]({picture})",
             summary(found),
             by_graph(found),
@@ -203,29 +195,14 @@ def results(found: Cells, picture: str) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Rewrite the section and the figure, or check the section; return the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", default=str(ROOT / "benchmarks" / "methods.jsonl"), help="rows of the benchmark")
-    parser.add_argument("--page", default=str(ROOT / "docs" / "methods.md"), help="page with the markers")
-    parser.add_argument("--check", action="store_true", help="change nothing; exit code 2 where the page is out of date")
-    arguments = parser.parse_args(argv)
-    page = Path(arguments.page)
-    try:
-        found = cells(read_rows(arguments.rows) if Path(arguments.rows).exists() else ())
-        text = read_text(page)
-        before, begin, rest = text.partition(BEGIN)
-        _, end, after = rest.partition(END)
-        if not begin or not end:
-            raise InputError(f"{page} has no section between {BEGIN!r} and {END!r}")
-        fresh = before + results(found, page.with_suffix(".png").name) + after
-        if arguments.check:
-            return 0 if fresh == text else 2
-        write_whole(page, fresh)
-        if any(row["time_ns"] is not None for row in found.rows):
-            draw(found, str(page.with_suffix(".png")))
-    except BeladyError as error:
-        print(f"methods_doc: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return page_of_rows(
+        argv,
+        name="methods",
+        description=__doc__,
+        begin=BEGIN,
+        results=lambda rows, picture: results(cells(rows), picture),
+        draw=lambda rows, path: draw(cells(rows), path),
+    )
 
 
 if __name__ == "__main__":

@@ -7,32 +7,17 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
-from collections.abc import Iterable, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
 
 from matplotlib import pyplot as plt
 
-from graphs.errors import BeladyError, InputError
-from graphs.files import read_text, write_whole
-
+from .page import END, page_of_rows, table
 from .plots import draw_overhead, save
-from .readme_tables import table
-from .rows import read_rows
-from .sweep import ONLINE, key_of, proved
+from .sweep import ONLINE, Row, proved
 
-ROOT = Path(__file__).resolve().parents[1]
-BEGIN, END = "<!-- results: drawn by scripts/online_doc.py -->", "<!-- end of results -->"
+BEGIN = "<!-- results: drawn by scripts/online_doc.py -->"
 DTR, OURS, TOLD = ONLINE + "dtr", ONLINE + "demand", ONLINE + "demand+next_use"
-
-Row = dict[str, Any]
-
-
-def latest(rows: Iterable[Row]) -> list[Row]:
-    """The last row of each cell."""
-    return list({key: row for row in rows if (key := key_of(row)) is not None}.values())
 
 
 def by_graph(rows: Sequence[Row]) -> str:
@@ -118,29 +103,7 @@ def results(rows: Sequence[Row], picture: str) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Rewrite the section and the figure, or check the section; return the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", default=str(ROOT / "benchmarks" / "online.jsonl"), help="rows of the benchmark")
-    parser.add_argument("--page", default=str(ROOT / "docs" / "online.md"), help="page with the markers")
-    parser.add_argument("--check", action="store_true", help="change nothing; exit code 2 where the page is out of date")
-    arguments = parser.parse_args(argv)
-    page = Path(arguments.page)
-    try:
-        rows = latest(read_rows(arguments.rows) if Path(arguments.rows).exists() else ())
-        text = read_text(page)
-        before, begin, rest = text.partition(BEGIN)
-        _, end, after = rest.partition(END)
-        if not begin or not end:
-            raise InputError(f"{page} has no section between {BEGIN!r} and {END!r}")
-        fresh = before + results(rows, page.with_suffix(".png").name) + after
-        if arguments.check:
-            return 0 if fresh == text else 2
-        write_whole(page, fresh)
-        if rows:
-            draw(rows, str(page.with_suffix(".png")))
-    except BeladyError as error:
-        print(f"online_doc: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return page_of_rows(argv, name="online", description=__doc__, begin=BEGIN, results=results, draw=draw)
 
 
 if __name__ == "__main__":

@@ -92,3 +92,15 @@ def _descriptor_1_is_stderr() -> Iterator[None]:
     finally:
         os.dup2(real, 1)
         os.close(real)
+
+
+def ended(program: str, work: Callable[[], int]) -> int:
+    """Do ``work``; the exit code it returns. What was wrong, or that it was interrupted, is one sentence on standard error."""
+    try:
+        return work()
+    except BeladyError as error:
+        print(f"{program}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"{program}: interrupted; the same command goes on from here", file=sys.stderr)
+        return 130

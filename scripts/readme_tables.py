@@ -5,22 +5,19 @@ python -m belady.readme_tables
 
 from __future__ import annotations
 
-import argparse
 import sys
-from collections.abc import Iterable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from statistics import median
-from typing import Any
 
-from graphs.files import write_whole
 from planner.budget import format_bytes
 
+from .output import ended
+from .page import END, ROOT, parser_of, percent, publish, table, with_section
 from .rows import read_rows
+from .sweep import Row
 
-ROOT = Path(__file__).resolve().parents[1]
-BEGIN, END = "<!-- results: drawn by scripts/readme_tables.py -->", "<!-- end of results -->"
+BEGIN = "<!-- results: drawn by scripts/readme_tables.py -->"
 CLOSE = 0.01
-Row = dict[str, Any]
 PLANS = """# Plans, budget by budget
 
 Drawn from `benchmarks/plans.jsonl` by `python -m belady.readme_tables`; made by `python -m belady.bench_plans`. The gap holds for
@@ -28,11 +25,6 @@ every schedule with the graph's order of first executions; the one in Checkmate'
 executions, run each op again at most once and in graph order. INFEASIBLE holds for every order; UNKNOWN: nothing found in time.
 
 """
-
-
-def table(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    """A Markdown table."""
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in (header, ["---"] * len(header), *lines))
 
 
 def executed(rows: Sequence[Row]) -> str:
@@ -108,11 +100,6 @@ def summarised(rows: Sequence[Row]) -> str:
     return table(("graph", "ops", "budgets", settled, "largest gap", "nothing found", "seconds, median / most"), lines)
 
 
-def percent(share: float | None) -> str:
-    """ "1.23 %", or a dash."""
-    return "-" if share is None else f"{share:.2%}".replace("%", " %")
-
-
 def size(size_bytes: int | None) -> str:
     """Bytes for people, or a dash."""
     return "-" if size_bytes is None else format_bytes(size_bytes)
@@ -138,18 +125,14 @@ def results() -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Rewrite the section, or check it; return the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="change nothing; exit code 2 where something is out of date")
-    arguments = parser.parse_args(argv)
-    readme = (ROOT / "README.md").read_text()
-    before, _, rest = readme.partition(BEGIN)
-    fresh = {"README.md": before + results() + rest.partition(END)[2]}
-    fresh["docs/plans.md"] = PLANS + planned(read_rows(ROOT / "benchmarks" / "plans.jsonl")) + "\n"
-    if arguments.check:
-        return 0 if all((ROOT / name).exists() and (ROOT / name).read_text() == text for name, text in fresh.items()) else 2
-    for name, text in fresh.items():
-        write_whole(ROOT / name, text)
-    return 0
+    check = parser_of(__doc__).parse_args(argv).check
+    readme, plans = ROOT / "README.md", ROOT / "docs" / "plans.md"
+
+    def work() -> int:
+        rows = read_rows(ROOT / "benchmarks" / "plans.jsonl")
+        return publish({readme: with_section(readme, BEGIN, results()), plans: PLANS + planned(rows) + "\n"}, check=check)
+
+    return ended("readme_tables", work)
 
 
 if __name__ == "__main__":
