@@ -47,8 +47,9 @@ from planner.result import Plan, Status
 from planner.schedule import keep_all
 from planner.simulate import simulate
 
+from .output import ended
 from .rows import RowFile
-from .sweep import FAILED, ONLINE, REFUSED, THREADS, Cell, Row, failed_row, key_of
+from .sweep import FAILED, ONLINE, REFUSED, THREADS, Cell, Row, chosen, failed_row, key_of
 
 SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4)  # of the keep-all peak
 LAYERED_SHARES = (0.9, 0.8)  # as published
@@ -105,11 +106,7 @@ def cases(names: Sequence[str], *, seeds: int = 1, large: bool = False, data: st
 
 def graph_names(asked: Sequence[str]) -> list[str]:
     """Names of graphs; all of them where none is asked for. Raises InputError for an unknown one."""
-    known = [*PRESETS, *INSTANCES, *WORKLOADS]
-    for name in asked:
-        if name not in known:
-            raise InputError(f"unknown graph {name!r}; there are: {', '.join(known)}")
-    return list(dict.fromkeys(asked)) or known
+    return chosen("graph", asked, [*PRESETS, *INSTANCES, *WORKLOADS])
 
 
 def method_names(asked: Sequence[str]) -> list[str]:
@@ -117,11 +114,7 @@ def method_names(asked: Sequence[str]) -> list[str]:
 
     Raises InputError for an unknown one.
     """
-    known = [*sorted(METHODS), *(ONLINE + rule for rule in HEURISTICS), BEST]
-    for name in asked:
-        if name not in known:
-            raise InputError(f"unknown method {name!r}; there are: {', '.join(known)}")
-    return list(dict.fromkeys(asked)) or known
+    return chosen("method", asked, [*sorted(METHODS), *(ONLINE + rule for rule in HEURISTICS), BEST])
 
 
 def _with_shares(graph: Graph, shares: Sequence[float], *, up: bool = False) -> Case:
@@ -316,7 +309,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--memory-gib", type=float, default=GUARD_BYTES / 2**30, help="a cell may take (default: 6)")
     parser.add_argument("--seed", type=int, default=0, help="of the methods")
     arguments = parser.parse_args(argv)
-    try:
+
+    def work() -> int:
         if arguments.seeds < 1:
             raise InputError(f"--seeds must be at least 1, not {arguments.seeds}")
         if not arguments.memory_gib > 0:
@@ -333,13 +327,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             guard_bytes=int(arguments.memory_gib * 2**30),
             again=arguments.again,
         )
-    except BeladyError as error:
-        print(f"bench_methods: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("bench_methods: interrupted; the same command goes on from here", file=sys.stderr)
-        return 130
-    return 0
+        return 0
+
+    return ended("bench_methods", work)
 
 
 if __name__ == "__main__":

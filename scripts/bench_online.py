@@ -16,10 +16,10 @@ import argparse
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
-from graphs.errors import BeladyError, InputError
 from graphs.ir import Graph
 from planner.bounds import least_bytes
 from planner.budget import resolve_budget
@@ -27,8 +27,9 @@ from planner.schedule import keep_all
 from planner.simulate import simulate
 
 from .bench_methods import GUARD_BYTES, SLACK_S, Case, cells_of, isolated, row_of
+from .output import ended
 from .rows import RowFile
-from .sweep import ONLINE, Cell, Row, key_of, methods_of, rules_of
+from .sweep import ONLINE, Cell, Row, chosen, key_of, methods_of, rules_of
 
 SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
 LOGS = ("unet", "resnet32", "transformer", "lstm")
@@ -39,11 +40,7 @@ PLANNER = "cutting_stages"
 
 def graph_names(asked: Sequence[str]) -> list[str]:
     """Names of graphs; all of them where none is asked for. Raises InputError for an unknown one."""
-    known = [*(f"log_{name}" for name in LOGS), *WORKLOADS]
-    for name in asked:
-        if name not in known:
-            raise InputError(f"unknown graph {name!r}; there are: {', '.join(known)}")
-    return list(dict.fromkeys(asked)) or known
+    return chosen("graph", asked, [*(f"log_{name}" for name in LOGS), *WORKLOADS])
 
 
 def cases(names: Sequence[str], data: str | None) -> Iterator[Case]:
@@ -90,25 +87,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--gap", type=float, default=0.001)
     parser.add_argument("--time-limit", type=float, default=10.0, metavar="S", help="of the planner, a budget (default: 10)")
     arguments = parser.parse_args(argv)
-    try:
+
+    def work() -> int:
         rules, methods = rules_of(arguments.rule or RULES), methods_of(arguments.method or [PLANNER])
-        file = RowFile(arguments.out)
-        try:
+        with closing(RowFile(arguments.out)) as file:
             made = {key_of(row) for row in file.rows if row["method"] not in arguments.again}
             for case in cases(graph_names(arguments.graph), arguments.data):
                 for cell in cells_of(case, [*rules, *methods], gap=arguments.gap, time_limit_s=arguments.time_limit, seed=0):
                     if cell.key not in made:
                         file.append(_row(case.graph, cell, 2 * arguments.time_limit + SLACK_S))
                 print(case.graph.name, flush=True)
-        finally:
-            file.close()
-    except BeladyError as error:
-        print(f"bench_online: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("bench_online: interrupted; the same command goes on from here", file=sys.stderr)
-        return 130
-    return 0
+        return 0
+
+    return ended("bench_online", work)
 
 
 if __name__ == "__main__":

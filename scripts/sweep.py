@@ -124,6 +124,14 @@ def rules_of(asked: Sequence[str]) -> list[str]:
     return [ONLINE + name for name in dict.fromkeys(names)]
 
 
+def chosen(kind: str, asked: Sequence[str], known: Sequence[str]) -> list[str]:
+    """Each of the known names that are asked for once; all of them where none is. Raises InputError for an unknown one."""
+    for name in asked:
+        if name not in known:
+            raise InputError(f"unknown {kind} {name!r}; there are: {', '.join(known)}")
+    return list(dict.fromkeys(asked or known))
+
+
 def _each(asked: Sequence[str], known: Mapping[str, object]) -> list[str]:
     return list(dict.fromkeys(name for word in asked if word != "none" for name in (known if word == "all" else [word])))
 
