@@ -15,8 +15,8 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from graphs.ir import Graph
@@ -27,7 +27,8 @@ from planner.plan import with_costs
 from planner.schedule import keep_all
 from planner.simulate import simulate
 
-from .rows import append_row, read_rows
+from .output import ended
+from .rows import RowFile, read_rows
 
 WORKLOADS = ("resnet50", "unet", "gpt2", "lstm")
 SHARES = (0.9, 0.8, 0.7, 0.6, 0.5)
@@ -124,18 +125,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.table:
         print(table(read_rows(arguments.out)))
         return 0
-    done = read_rows(arguments.out) if Path(arguments.out).exists() else []
-    made = {(row["graph"], row["label"]) for row in done}
-    for name in arguments.only or WORKLOADS:
-        if all((name, label) in made for label in RULES):
-            continue
-        graph = graph_of(name)
-        for label in RULES:
-            if (name, label) not in made:
-                for row in list(rows(graph, label)):  # all or none
-                    append_row(arguments.out, row)
-                print(f"{name}: {label}", flush=True)
-    return 0
+
+    def work() -> int:
+        with closing(RowFile(arguments.out)) as file:
+            made = {(row["graph"], row["label"]) for row in file.rows}
+            for name in arguments.only or WORKLOADS:
+                missing = [label for label in RULES if (name, label) not in made]
+                if not missing:
+                    continue
+                graph = graph_of(name)
+                for label in missing:
+                    for row in list(rows(graph, label)):  # all or none
+                        file.append(row)
+                    print(f"{name}: {label}", flush=True)
+        return 0
+
+    return ended("bench_coop", work)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import argparse
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,12 @@ from typing import Any
 from graphs.ir import Graph
 from planner.budget import resolve_budget
 from planner.plan import solve, with_costs
+from planner.result import Plan
 from planner.schedule import keep_all
 from planner.simulate import simulate
 
-from .rows import append_row, read_rows
+from .output import ended
+from .rows import RowFile
 
 SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
 DEEP_SHARES = (0.7, 0.5, 0.3)
@@ -95,22 +98,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", action="append", default=[], metavar="NAME", help="one workload or instance; several times")
     parser.add_argument("--time-limit", type=float, metavar="S", help="for each budget (default: 20, or 60 for large graphs)")
     arguments = parser.parse_args(argv)
-    done = read_rows(arguments.out) if Path(arguments.out).exists() else []
-    made = {(row["graph"], row["budget_bytes"]) for row in done}
-    for case in cases(arguments.only, arguments.data):
-        peak_bytes = simulate(case.graph, keep_all(case.graph)).peak_bytes
-        for budget in case.budgets:
-            budget_bytes = resolve_budget(budget, peak_bytes)
-            if (case.graph.name, budget_bytes) not in made:
-                plan = solve(case.graph, budget_bytes, gap=case.gap, time_limit_s=arguments.time_limit or case.time_limit_s)
-                row: dict[str, Any] = {**plan.row(), "ops": len(case.graph.ops)}
-                append_row(arguments.out, row)
-                overhead = "-" if plan.overhead is None else f"{plan.overhead:.3%}"
-                gap = "-" if plan.gap is None else f"{plan.gap:.3%}"
-                share = f"{budget_bytes / peak_bytes:.1%}"
-                told = f"{case.graph.name:<28} {share:>6} {plan.status:<10} {overhead:>9} {gap:>8} {plan.wall_s:6.1f} s"
-                print(told, flush=True)
-    return 0
+
+    def work() -> int:
+        with closing(RowFile(arguments.out)) as file:
+            made = {(row["graph"], row["budget_bytes"]) for row in file.rows}
+            for case in cases(arguments.only, arguments.data):
+                peak_bytes = simulate(case.graph, keep_all(case.graph)).peak_bytes
+                for budget in case.budgets:
+                    budget_bytes = resolve_budget(budget, peak_bytes)
+                    if (case.graph.name, budget_bytes) not in made:
+                        limit_s = arguments.time_limit or case.time_limit_s
+                        plan = solve(case.graph, budget_bytes, gap=case.gap, time_limit_s=limit_s)
+                        file.append({**plan.row(), "ops": len(case.graph.ops)})
+                        print(_line(plan, budget_bytes / peak_bytes), flush=True)
+        return 0
+
+    return ended("bench_plans", work)
+
+
+def _line(plan: Plan, share: float) -> str:
+    """One row for people."""
+    overhead = "-" if plan.overhead is None else f"{plan.overhead:.3%}"
+    gap = "-" if plan.gap is None else f"{plan.gap:.3%}"
+    return f"{plan.graph.name:<28} {share:>6.1%} {plan.status:<10} {overhead:>9} {gap:>8} {plan.wall_s:6.1f} s"
 
 
 if __name__ == "__main__":

@@ -49,13 +49,6 @@ def write_rows(path: str, rows: Iterable[dict[str, Any]]) -> None:
         write_whole(path, text)
 
 
-def append_row(path: str, row: dict[str, Any]) -> None:
-    """Add one row with its provenance to a file, so that a long run can be interrupted and resumed."""
-    make_folder(path)
-    with open(path, "a", encoding="utf-8") as file:
-        file.write(json.dumps({**row, **provenance()}) + "\n")
-
-
 class RowFile:
     """A file of rows that is added to row by row: each is on the disk, whole, when ``append`` returns.
 
