@@ -13,7 +13,7 @@ from planner.bounds import least_bytes, smallest_known
 from planner.budget import format_bytes, resolve_budget
 from planner.methods import method as method_named
 from planner.result import Plan, Status
-from planner.schedule import Compute, Free, Schedule, keep_all
+from planner.schedule import Compute, Free, Schedule, hold_early, keep_all
 from planner.simulate import simulate
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def plan(
     target = step_of(model, inputs=inputs, loss=loss, costs=costs, device=device, autocast=autocast)
     graph = target if isinstance(target, Graph) else target.graph
     budget_bytes = resolve_budget(budget, simulate(graph, keep_all(graph)).peak_bytes)
-    found = solve(
+    found = (solve if isinstance(target, Graph) else solve_halves)(
         graph,
         budget_bytes,
         method=method,
@@ -110,6 +110,46 @@ def solve(graph: Graph, budget_bytes: int, *, method: str = "cutting_stages", **
         options["start"] = schedule = tuple(start)
         simulate(graph, schedule)  # an unusable start is the caller's mistake: say so before solving
     return run(graph, budget_bytes, **options)
+
+
+def solve_halves(graph: Graph, budget_bytes: int, *, gap: float = 0.0, time_limit_s: float = 60.0, **options: Any) -> Plan:
+    """``solve`` for the graph of a training step that will run in two halves (``Plan.module``): what the forward gives back, the
+    loss and new buffers, stays from when it is first made, and fits in the budget.
+
+    Most schedules are so, or become so without a byte more. One that drops a new buffer, to make it again in the backward with
+    the rest of its op, may not; then the rest of the time (at least a quarter of the limit) goes into a schedule for as many
+    bytes less as are missing. What was proved for the whole budget stays proved. Where nothing fits that way, the plan is
+    ``solve``'s own: one that runs as one piece, without a module.
+    """
+    found = solve(graph, budget_bytes, gap=gap, time_limit_s=time_limit_s, **options)
+    if found.schedule is None or found.notes.get("stopped") == "interrupted":
+        return found
+    schedule = hold_early(graph, found.schedule)
+    notes, wall_s = found.notes, found.wall_s
+    short_bytes = simulate(graph, schedule).peak_bytes - budget_bytes
+    if short_bytes > 0:
+        left_s = max(time_limit_s - wall_s, time_limit_s / 4)
+        again = solve(graph, max(0, budget_bytes - short_bytes), gap=gap, time_limit_s=left_s, **options)
+        wall_s += again.wall_s
+        notes = {**again.notes, "smaller_by_bytes": short_bytes}
+        others = [other for other in (again.schedule, options.get("start")) if other is not None]
+        held = [hold_early(graph, tuple(other)) for other in others]
+        fitting = [other for other in held if simulate(graph, other).peak_bytes <= budget_bytes]
+        if not fitting:
+            return replace(found, wall_s=wall_s, notes={**found.notes, "halves": "does not fit with new buffers kept"})
+        schedule = min(fitting, key=lambda other: simulate(graph, other).time_ns)
+    return Plan.of(
+        graph,
+        budget_bytes,
+        schedule,
+        method=found.method,
+        seed=found.seed,
+        wall_s=wall_s,
+        bound_ns=found.bound_ns,
+        restricted_bound_ns=found.restricted_bound_ns,
+        gap=gap,
+        notes=notes,
+    )
 
 
 def check_numbers(graph: Graph) -> None:

@@ -61,6 +61,17 @@ def keep_all(graph: Graph) -> Schedule:
     return with_frees(graph, range(len(graph.ops)))
 
 
+def hold_early(graph: Graph, schedule: Schedule) -> Schedule:
+    """Keep what a forward gives back (loss, new buffers) from when it is first made.
+
+    That is every output made by an op before the backward; a graph that has no backward stays as it is.
+    """
+    if not any(op.backward for op in graph.ops):
+        return schedule
+    early = {v for v in graph.outputs if graph.producer[v] >= 0 and not graph.ops[graph.producer[v]].backward}
+    return tuple(step for step in schedule if not (isinstance(step, Free) and step.value in early))
+
+
 def to_json(schedule: Schedule) -> list[int]:
     """One integer a step: ``op`` for Compute, ``-1 - value`` for Free."""
     return [step.op if isinstance(step, Compute) else -1 - step.value for step in schedule]

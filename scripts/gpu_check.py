@@ -35,7 +35,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from graphs.errors import BeladyError, GraphMismatch, InfeasibleBudget, InputError
 from graphs.ir import Graph
 from graphs.serialize import load_graph, save_graph
-from planner.plan import solve
+from planner.plan import solve_halves
 from planner.result import Plan, Status, load_plan
 from planner.schedule import keep_all
 from planner.simulate import simulate
@@ -139,7 +139,7 @@ def label(name: str, sizes: dict[str, int]) -> str:
 
 def solved(graph: Graph, budget_bytes: int, time_limit_s: float) -> Plan:
     """The plan of one budget, of whatever status. Runs in a process of its own, too."""
-    return solve(graph, budget_bytes, gap=0.005, time_limit_s=time_limit_s)
+    return solve_halves(graph, budget_bytes, gap=0.005, time_limit_s=time_limit_s)
 
 
 def budget_of(graph: Graph, share: float) -> int:

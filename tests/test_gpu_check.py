@@ -54,7 +54,7 @@ def test_planned_steps_keep_their_promises(name: str, tmp_path: Path) -> None:
         assert row["max_grad_error"] == row["max_buffer_error"] == 0
         assert row["measured_peak_bytes"] <= row["budget_bytes"] < eager["measured_peak_bytes"]
         assert row["measured_peak_bytes"] == pytest.approx(row["peak_bytes"], rel=0.02)
-        assert row["recomputed_ops"] > 0 and row["device"] == "cpu" and row["versions"]["torch"] == torch.__version__
+        assert row["recomputed_ops"] > 0 and row["device"] == "cpu" and torch.__version__.startswith(row["versions"]["torch"].partition("+")[0])
         assert row["measured_overhead"] == pytest.approx(row["measured_time_ns"] / eager["measured_time_ns"] - 1)
 
 

@@ -5,6 +5,8 @@ import pytest
 from graphs import Graph, GraphMismatch, InfeasibleBudget, InputError, InvalidSchedule, NoScheduleFound, Op, Value
 from online import run
 from planner import Compute, Status, keep_all, load_plan, plan, simulate, solve
+from planner.plan import solve_halves
+from planner.schedule import hold_early
 
 
 @pytest.fixture
@@ -38,6 +40,28 @@ def test_ten_bytes_less_cost_one_rerun_of_a(ladder: Graph) -> None:
     assert (found.status, found.time_ns, found.bound_ns, found.peak_bytes) == (Status.OPTIMAL, 75, 75, 30)
     assert found.overhead == pytest.approx(5 / 70)
     assert found.row()["recomputed_ops"] == 1
+
+
+def test_what_the_forward_gives_back_stays() -> None:
+    """As the ladder, but a makes a new buffer s too, which is 4 bytes; d and e are the backward.
+
+    Making a again makes s again, so it may go in between: d takes 32 bytes then, and 36 with s kept.
+    """
+    ops = (
+        Op("a", (), (0, 5), 5),
+        Op("b", (0,), (1,), 50),
+        Op("c", (1,), (2,), 5),
+        Op("d", (1, 2), (3,), 5, backward=True),
+        Op("e", (0, 3), (4,), 5, backward=True),
+    )
+    sizes = {"a": 10, "b": 10, "c": 10, "d": 12, "e": 6, "s": 4}
+    graph = Graph("ladder", ops, tuple(Value(*v) for v in sizes.items()), frozenset(), frozenset({4, 5}))
+    whole = solve_halves(graph, 36)
+    assert whole.schedule == hold_early(graph, whole.schedule) and (whole.time_ns, whole.peak_bytes) == (75, 36)
+    alone = solve_halves(graph, 34)
+    assert alone.schedule is not None and alone.schedule != hold_early(graph, alone.schedule)
+    assert (alone.time_ns, alone.peak_bytes, alone.notes["halves"]) == (75, 32, "does not fit with new buffers kept")
+    assert simulate(graph, hold_early(graph, alone.schedule)).peak_bytes == 36
 
 
 def test_budget_below_the_minimum_is_refused_with_both_numbers(ladder: Graph) -> None:
