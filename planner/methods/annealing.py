@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
 
 from graphs.errors import InputError
 from graphs.ir import Graph
 from planner.annealing import Annealer, useful
-from planner.bounds import least_bytes
+from planner.incumbent import Incumbent
 from planner.result import Plan
 from planner.schedule import Schedule, computes, keep_all, with_frees
-from planner.simulate import simulate
 
 METHOD = "annealing"
 CHUNK = 500  # moves between two looks at the clock and the result
@@ -53,41 +50,28 @@ def solve(
     """
     if isinstance(moves, bool) or not isinstance(moves, int) or moves < 1:
         raise InputError(f"moves must be an integer at least 1, not {moves!r}")
-    began = time.perf_counter()
-    search = _Search(graph, budget_bytes, gap, progress)
-    if least_bytes(graph) > budget_bytes:
-        search.notes["infeasible"] = "no schedule in any order fits: an op alone, or the outputs together, exceed the budget"
-    else:
+    search = Incumbent(graph, budget_bytes, gap, time_limit_s, progress)
+    if not search.hopeless():
         try:
             search.offer(keep_all(graph), "keep all")
-            search.offer(start, "start")
-            if not search.closed:
+            if start is not None:
+                search.offer(start, "start")
+            if not search.closed():
                 ops = range(len(graph.ops)) if start is None else list(computes(start))
-                _anneal(search, Annealer(graph, ops, budget_bytes, seed, keep_order=keep_order), moves, began, time_limit_s)
+                _anneal(search, Annealer(graph, ops, budget_bytes, seed, keep_order=keep_order), moves)
         except KeyboardInterrupt:
             search.notes["stopped"] = "interrupted"
-    return Plan.of(
-        graph,
-        budget_bytes,
-        search.best,
-        method=METHOD,
-        seed=seed,
-        wall_s=time.perf_counter() - began,
-        bound_ns=graph.keep_all_time_ns,
-        gap=gap,
-        infeasible="infeasible" in search.notes,
-        notes=search.notes,
-    )
+    return search.plan(METHOD, seed=seed)
 
 
-def _anneal(search: _Search, annealer: Annealer, moves: int, began: float, time_limit_s: float) -> None:
+def _anneal(search: Incumbent, annealer: Annealer, moves: int) -> None:
     """Some rounds of annealing, each from the best schedule so far, each less hot."""
     n = len(search.graph.ops)
     tried = 0
     for number, (share, hot) in enumerate(ROUNDS, start=1):
         done = 0.0  # of this round
         round_began = time.perf_counter()
-        round_s = share * time_limit_s
+        round_s = share * search.time_limit_s
         round_moves = max(CHUNK, int(share * moves))
         before = 0
         while done < 1:
@@ -98,11 +82,8 @@ def _anneal(search: _Search, annealer: Annealer, moves: int, began: float, time_
             annealer.anneal(CHUNK, heat / n, hot * (COLD / hot) ** min(1.0, done) / n)
             tried += CHUNK
             search.notes["moves"] = tried
-            search.take(annealer, f"round {number}")
-            if search.closed:
-                return
-            if time.perf_counter() - began >= time_limit_s:
-                search.notes["stopped"] = "time limit"
+            _take(search, annealer, f"round {number}")
+            if search.done():
                 return
         if annealer.peak_bytes > search.budget_bytes:
             annealer.weight *= HEAVIER
@@ -112,36 +93,9 @@ def _anneal(search: _Search, annealer: Annealer, moves: int, began: float, time_
         search.notes["stopped"] = "annealing found no schedule that fits"
 
 
-@dataclass
-class _Search:
-    """What is known so far."""
-
-    graph: Graph
-    budget_bytes: int
-    gap: float
-    progress: Callable[..., None] | None
-    best: Schedule | None = None
-    time_ns: int | None = None
-    notes: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def closed(self) -> bool:
-        return self.time_ns is not None and self.time_ns - self.graph.keep_all_time_ns <= self.gap * self.time_ns
-
-    def take(self, annealer: Annealer, phase: str) -> None:
-        """Offer the current sequence where it is news; note the least peak met."""
-        least = self.notes.get("smallest_peak_bytes", annealer.peak_bytes)
-        self.notes["smallest_peak_bytes"] = min(least, annealer.peak_bytes)
-        if annealer.peak_bytes <= self.budget_bytes and (self.time_ns is None or annealer.time_ns < self.time_ns):
-            self.offer(with_frees(self.graph, useful(self.graph, annealer.sequence)), phase)
-
-    def offer(self, schedule: Schedule | None, phase: str) -> None:
-        """Keep a schedule that fits and is the cheapest so far."""
-        if schedule is None:
-            return
-        trace = simulate(self.graph, schedule)
-        if trace.peak_bytes <= self.budget_bytes and (self.time_ns is None or trace.time_ns < self.time_ns):
-            self.best, self.time_ns = schedule, trace.time_ns
-            self.notes["found_by"] = phase
-            if self.progress is not None:
-                self.progress(time_ns=trace.time_ns, bound_ns=self.graph.keep_all_time_ns, phase=phase)
+def _take(search: Incumbent, annealer: Annealer, phase: str) -> None:
+    """Offer the current sequence where it is news; note the least peak met."""
+    least = search.notes.get("smallest_peak_bytes", annealer.peak_bytes)
+    search.notes["smallest_peak_bytes"] = min(least, annealer.peak_bytes)
+    if search.wants(annealer.peak_bytes, annealer.time_ns):
+        search.offer(with_frees(search.graph, useful(search.graph, annealer.sequence)), phase)

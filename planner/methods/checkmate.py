@@ -7,12 +7,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
 
 from graphs.errors import InputError
 from graphs.ir import Graph
-from planner.bounds import least_bytes
 from planner.checkmate_model import (
     FORMS,
     CheckmateModel,
@@ -23,11 +20,11 @@ from planner.checkmate_model import (
     start_values,
     walk,
 )
+from planner.incumbent import Incumbent
 from planner.milp import Outcome
 from planner.mip_solvers import check_solver, minimise
 from planner.result import Plan
 from planner.schedule import Schedule, keep_all, with_frees
-from planner.simulate import simulate
 
 METHOD = "checkmate"
 TRIES = 4  # solves of a budget, where solutions exceed it by less than the solver can tell
@@ -65,11 +62,10 @@ def solve(
     fits, and UNKNOWN with ``notes["stopped"]`` where no schedule of the space does.
     Raises InputError where the solver is unknown or cannot run here.
     """
-    began = time.perf_counter()
     if form not in FORMS:
         raise InputError(f"unknown form {form!r}; there are: {', '.join(FORMS)}")
     check_solver(solver)
-    search = _Search(graph, budget_bytes, began + time_limit_s, progress)
+    search = Incumbent(graph, budget_bytes, gap, time_limit_s, progress)
     try:
         if _needs_solver(search, start):
             withheld = 0  # bytes
@@ -83,7 +79,7 @@ def solve(
                     deadline=search.deadline,
                 )
                 search.notes.update(solver=solver, variables=len(model.milp.cost), rows=len(model.milp.row_lower))
-                excess = _solve(search, model, solver, gap, seed, whole_space=recompute_backward, first=not withheld)
+                excess = _solve(search, model, solver, seed, whole_space=recompute_backward, first=not withheld)
                 if not excess:
                     break
                 withheld = max(10 * withheld, 2 * excess, int(BLUR * (budget_bytes - graph.resident_bytes)))
@@ -91,34 +87,22 @@ def solve(
         search.notes["stopped"] = str(error)
     except KeyboardInterrupt:
         search.notes["stopped"] = "interrupted"
-    return Plan.of(
-        graph,
-        budget_bytes,
-        search.best,
-        method=METHOD,
-        seed=seed,
-        wall_s=time.perf_counter() - began,
-        bound_ns=graph.keep_all_time_ns,
-        restricted_bound_ns=search.restricted_bound_ns,
-        gap=gap,
-        infeasible="infeasible" in search.notes,
-        notes=search.notes,
-    )
+    return search.plan(METHOD, seed=seed)
 
 
-def _needs_solver(search: _Search, start: Schedule | None) -> bool:
+def _needs_solver(search: Incumbent, start: Schedule | None) -> bool:
     """Settle what needs no model; offer the start."""
-    if least_bytes(search.graph) > search.budget_bytes:
-        search.notes["infeasible"] = "no schedule in any order fits: an op alone, or the outputs together, exceed the budget"
+    if search.hopeless():
         return False
-    if search.offer(keep_all(search.graph), "keep all"):
+    search.offer(keep_all(search.graph), "keep all")
+    if search.best is not None:
         return False
-    if start is not None and not search.offer(start, "start"):
+    if start is not None and search.offer(start, "start").peak_bytes > search.budget_bytes:
         search.notes["start"] = "exceeds the budget: not used"
     return True
 
 
-def _solve(search: _Search, model: CheckmateModel, solver: str, gap: float, seed: int, *, whole_space: bool, first: bool) -> int:
+def _solve(search: Incumbent, model: CheckmateModel, solver: str, seed: int, *, whole_space: bool, first: bool) -> int:
     """Give the model to the solver and take what comes of it; the bytes that its solution lacks, where it is
     worth to try again with less; 0 else.
 
@@ -132,7 +116,7 @@ def _solve(search: _Search, model: CheckmateModel, solver: str, gap: float, seed
         model.milp,
         solver=solver,
         time_limit_s=search.deadline - time.perf_counter(),
-        gap=gap * graph.keep_all_time_ns / model.unit_ns,
+        gap=search.gap * graph.keep_all_time_ns / model.unit_ns,
         start=begin,
         seed=seed,
     )
@@ -153,9 +137,9 @@ def _solve(search: _Search, model: CheckmateModel, solver: str, gap: float, seed
             schedule = None if runs is None else with_frees(graph, runs)
             if schedule is None:
                 continue
-            trace = simulate(graph, schedule)
+            trace = search.offer(schedule, solver)
             peaks.append(trace.peak_bytes)
-            if search.offer(schedule, solver):
+            if trace.peak_bytes <= search.budget_bytes:
                 time_ns = trace.time_ns
                 break
         else:
@@ -174,38 +158,7 @@ def _solve(search: _Search, model: CheckmateModel, solver: str, gap: float, seed
     bound_ns = model.bound_ns(answer.bound)
     if bound_ns is not None and whole_space:
         # Time of a schedule in the space caps it: that one is then optimal, whatever rounding may say.
-        search.restricted_bound_ns = bound_ns if time_ns is None else min(bound_ns, time_ns)
-        search.report("bound")
+        search.raise_bound(bound_ns if time_ns is None else min(bound_ns, time_ns), restricted=True)
     elif bound_ns is not None:
         search.notes["bound_without_recomputed_backward_ns"] = bound_ns
     return excess
-
-
-@dataclass
-class _Search:
-    """What is known so far."""
-
-    graph: Graph
-    budget_bytes: int
-    deadline: float
-    progress: Callable[..., None] | None
-    best: Schedule | None = None
-    time_ns: int | None = None
-    restricted_bound_ns: int | None = None
-    notes: dict[str, Any] = field(default_factory=dict)
-
-    def offer(self, schedule: Schedule, phase: str) -> bool:
-        """Keep a schedule that fits and is the cheapest so far; whether it fits."""
-        trace = simulate(self.graph, schedule)
-        if trace.peak_bytes > self.budget_bytes:
-            return False
-        if self.time_ns is None or trace.time_ns < self.time_ns:
-            self.best, self.time_ns = schedule, trace.time_ns
-            self.notes["found_by"] = phase
-            self.report(phase)
-        return True
-
-    def report(self, phase: str) -> None:
-        if self.progress is not None:
-            bound_ns = max(self.graph.keep_all_time_ns, self.restricted_bound_ns or 0)
-            self.progress(time_ns=self.time_ns, bound_ns=bound_ns, phase=phase)

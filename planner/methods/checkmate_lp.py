@@ -11,17 +11,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from random import Random
-from typing import Any, Literal
+from typing import Literal
 
 from graphs.errors import InputError
 from graphs.ir import Graph
-from planner.bounds import least_bytes
 from planner.checkmate_model import CheckmateModel, Held, Stopped, checkmate_model, out_of_time, walk
+from planner.incumbent import Incumbent
 from planner.milp import Outcome
 from planner.mip_solvers import check_solver, minimise
 from planner.result import Plan
 from planner.schedule import Schedule, keep_all, with_frees
-from planner.simulate import simulate
 
 METHOD = "checkmate_lp"
 ROUNDINGS = ("both", "deterministic", "randomized")
@@ -63,7 +62,6 @@ def solve(
     schedule, is the keep-all time. Unless the time limit struck (``notes["stopped"]``), the same arguments give the same plan.
     Raises InputError where an option cannot be used.
     """
-    began = time.perf_counter()
     if rounding not in ROUNDINGS:
         raise InputError(f"unknown rounding {rounding!r}; there are: {', '.join(ROUNDINGS)}")
     if draws < 0:
@@ -71,7 +69,7 @@ def solve(
     if allowances is not None and not (isinstance(allowances, Sequence) and all(map(_share, allowances))):
         raise InputError(f"allowances must be shares of the budget, at least 0 and below 1, not {allowances!r}")
     check_solver(solver)
-    search = _Search(graph, budget_bytes, began + time_limit_s, gap, seed, solver, rounding, draws, progress)
+    search = _Search(graph, budget_bytes, gap, time_limit_s, progress, seed=seed, solver=solver, rounding=rounding, draws=draws)
     try:
         _run(search, start, allowances)
         if search.best is None and "infeasible" not in search.notes:
@@ -80,19 +78,7 @@ def solve(
         search.notes["stopped"] = str(error)
     except KeyboardInterrupt:
         search.notes["stopped"] = "interrupted"
-    return Plan.of(
-        graph,
-        budget_bytes,
-        search.best,
-        method=METHOD,
-        seed=seed,
-        wall_s=time.perf_counter() - began,
-        bound_ns=graph.keep_all_time_ns,
-        restricted_bound_ns=search.restricted_bound_ns,
-        gap=gap,
-        infeasible="infeasible" in search.notes,
-        notes=search.notes,
-    )
+    return search.plan(METHOD, seed=seed)
 
 
 def _share(given: object) -> bool:
@@ -101,10 +87,10 @@ def _share(given: object) -> bool:
 
 def _run(search: _Search, start: Schedule | None, allowances: Sequence[float] | None) -> None:
     """The method, step by step."""
-    if least_bytes(search.graph) > search.budget_bytes:
-        search.notes["infeasible"] = "no schedule in any order fits: an op alone, or the outputs together, exceed the budget"
+    if search.hopeless():
         return
-    if search.offer(keep_all(search.graph), "keep all") is not None:
+    search.offer(keep_all(search.graph), "keep all")
+    if search.best is not None:
         return
     if start is not None:
         search.offer(start, "start")
@@ -125,25 +111,20 @@ def _run(search: _Search, start: Schedule | None, allowances: Sequence[float] | 
                 search.attempt(allowance)
 
 
-@dataclass
-class _Search:
-    """What is known so far."""
+@dataclass(kw_only=True)
+class _Search(Incumbent):
+    """What is known so far, also of the allowances."""
 
-    graph: Graph
-    budget_bytes: int
-    deadline: float
-    gap: float
     seed: int
     solver: str
     rounding: Rounding
     draws: int
-    progress: Callable[..., None] | None
-    best: Schedule | None = None
-    time_ns: int | None = None
-    restricted_bound_ns: int | None = None
     tried: dict[float, int | None] = field(default_factory=dict)  # allowance -> least time of its roundings that fit
     too_much: float = 1.0  # the LP has no solution for this allowance
-    notes: dict[str, Any] = field(default_factory=lambda: {"roundings": 0, "roundings_that_fit": 0})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.notes.update(roundings=0, roundings_that_fit=0)
 
     def attempt(self, allowance: float) -> bool:
         """Solve the LP with that share of the free bytes withheld and round it; False where it has no solution.
@@ -160,9 +141,7 @@ class _Search:
             self.too_much = allowance
             return False
         if not withheld:
-            bound_ns = model.bound_ns(answer.bound)
-            self.restricted_bound_ns = max(bound_ns or 0, self.restricted_bound_ns or 0) or None
-            self.report("bound")
+            self.raise_bound(model.bound_ns(answer.bound), restricted=True)
         if answer.stopped == "interrupted":
             raise KeyboardInterrupt
         if answer.values is None:
@@ -207,27 +186,8 @@ class _Search:
         runs = walk(model, held)
         if runs is None:
             return None
-        time_ns = self.offer(with_frees(self.graph, runs), phase)
-        self.notes["roundings_that_fit"] += time_ns is not None
-        return time_ns
-
-    def closed(self) -> bool:
-        """Proved within the gap (of the LP bound)."""
-        bound = self.restricted_bound_ns or 0
-        return self.time_ns is not None and self.time_ns - bound <= self.gap * self.time_ns
-
-    def offer(self, schedule: Schedule, phase: str) -> int | None:
-        """Keep a schedule that fits and is the cheapest so far; its time where it fits."""
-        trace = simulate(self.graph, schedule)
+        trace = self.offer(with_frees(self.graph, runs), phase)
         if trace.peak_bytes > self.budget_bytes:
             return None
-        if self.time_ns is None or trace.time_ns < self.time_ns:
-            self.best, self.time_ns = schedule, trace.time_ns
-            self.notes["found_by"] = phase
-            self.report(phase)
+        self.notes["roundings_that_fit"] += 1
         return trace.time_ns
-
-    def report(self, phase: str) -> None:
-        if self.progress is not None:
-            bound_ns = max(self.graph.keep_all_time_ns, self.restricted_bound_ns or 0)
-            self.progress(time_ns=self.time_ns, bound_ns=bound_ns, phase=phase)

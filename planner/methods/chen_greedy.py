@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 from graphs.errors import InputError
 from graphs.ir import Graph
-from planner.bounds import least_bytes
 from planner.chains import forward_count
 from planner.checkpoints import Trials, candidates_of, every_root, kinds, runs
+from planner.incumbent import Incumbent
 from planner.result import Plan
 from planner.schedule import Schedule, with_frees
 from planner.simulate import simulate
@@ -43,15 +42,13 @@ def solve(
     b_bytes       one b instead of the sweep over 301 values from 0 to 3 r, with r the activation bytes of the linearized
                   square-root schedule
     """
-    began = time.perf_counter()
-    notes: dict[str, Any] = {}
+    search = Incumbent(graph, budget_bytes, gap, time_limit_s)
+    notes = search.notes
     trials = Trials(graph, budget_bytes)
     asked = kinds(candidates)
     if b_bytes is not None and (isinstance(b_bytes, bool) or not isinstance(b_bytes, int) or b_bytes < 0):
         raise InputError(f"b_bytes must be an integer of at least 0, not {b_bytes!r}")
-    if (least := least_bytes(graph)) > budget_bytes:
-        notes["infeasible"] = f"no schedule in any order fits: {least:,} bytes are needed"
-    else:
+    if not search.hopeless():
         try:
             limits = _sweep(graph) if b_bytes is None else [b_bytes]
             for kind in asked:
@@ -59,30 +56,20 @@ def solve(
                 for limit in limits:
                     if trials.take(_checkpoints(graph, allowed, limit)):
                         notes.update(candidates=kind, b_bytes=limit)
-                    if time.perf_counter() - began > time_limit_s:
+                    if time.perf_counter() > search.deadline:
                         notes["stopped"] = "time limit"
                         break
         except KeyboardInterrupt:
             notes["stopped"] = "interrupted"
         notes["tried"] = trials.count
-        if trials.schedule is not None:
+        search.best = trials.schedule
+        if search.best is not None:
             notes["checkpoints"] = len(trials.checkpoints)
         elif trials.needs_bytes is not None:
             notes["needs_bytes"] = trials.needs_bytes
             smallest = f"the smallest of {trials.count} greedy schedules needs {trials.needs_bytes:,} bytes"
             notes["stopped"] = f"{notes['stopped']}; {smallest}" if "stopped" in notes else smallest
-    return Plan.of(
-        graph,
-        budget_bytes,
-        trials.schedule,
-        method="chen_greedy",
-        seed=seed,
-        wall_s=time.perf_counter() - began,
-        bound_ns=graph.keep_all_time_ns,
-        gap=gap,
-        infeasible="infeasible" in notes,
-        notes=notes,
-    )
+    return search.plan("chen_greedy", seed=seed)
 
 
 def _sweep(graph: Graph) -> Sequence[int]:

@@ -7,13 +7,11 @@ for each kind of candidates.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from typing import Any
 
 from graphs.ir import Graph
-from planner.bounds import least_bytes
 from planner.checkpoints import Trials, every_root, kinds
+from planner.incumbent import Incumbent
 from planner.result import Plan
 from planner.schedule import Schedule
 
@@ -34,30 +32,17 @@ def solve(
     candidates  what may be a checkpoint: "articulation" (ops on which all later ones depend), "linearized" (every forward op), or
                 "both": the cheaper of the two that fit
     """
-    began = time.perf_counter()
-    notes: dict[str, Any] = {}
+    search = Incumbent(graph, budget_bytes, gap)
     trials = Trials(graph, budget_bytes)
     asked = kinds(candidates)
-    if (least := least_bytes(graph)) > budget_bytes:
-        notes["infeasible"] = f"no schedule in any order fits: {least:,} bytes are needed"
-    else:
+    if not search.hopeless():
         for kind in asked:
             if trials.take(every_root(graph, kind)):
-                notes["candidates"] = kind
-        if trials.schedule is None:
-            notes["needs_bytes"] = trials.needs_bytes
-            notes["stopped"] = f"the square-root rule needs {trials.needs_bytes:,} bytes"
+                search.notes["candidates"] = kind
+        search.best = trials.schedule
+        if search.best is None:
+            search.notes["needs_bytes"] = trials.needs_bytes
+            search.notes["stopped"] = f"the square-root rule needs {trials.needs_bytes:,} bytes"
         else:
-            notes["checkpoints"] = len(trials.checkpoints)
-    return Plan.of(
-        graph,
-        budget_bytes,
-        trials.schedule,
-        method="chen_sqrt",
-        seed=seed,
-        wall_s=time.perf_counter() - began,
-        bound_ns=graph.keep_all_time_ns,
-        gap=gap,
-        infeasible="infeasible" in notes,
-        notes=notes,
-    )
+            search.notes["checkpoints"] = len(trials.checkpoints)
+    return search.plan("chen_sqrt", seed=seed)

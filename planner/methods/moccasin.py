@@ -10,14 +10,13 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from graphs.errors import InputError
 from graphs.ir import Graph
 from planner import cp_sat
-from planner.bounds import least_bytes
 from planner.cp_sat import Outcome
+from planner.incumbent import Incumbent
 from planner.result import Plan
 from planner.retention import Coverage, Lengths, Numbering, RetentionModel, sequence, staged
 from planner.schedule import Schedule, computes, keep_all, with_frees
@@ -72,40 +71,25 @@ def solve(
     Raises InputError for options that cannot be used.
     """
     _check(copies, workers, numbering=numbering, coverage=coverage, lengths=lengths)
-    began = time.perf_counter()
-    search = _Search(graph, budget_bytes, progress)
+    search = _Search(graph, budget_bytes, gap, time_limit_s, progress)
     search.notes.update(copies=copies, numbering=numbering, coverage=coverage, lengths=lengths)
-    if least_bytes(graph) > budget_bytes:
-        search.notes["infeasible"] = "no schedule in any order fits: an op alone, or the outputs together, exceed the budget"
-    else:
+    if not search.hopeless():
         search.offer(keep_all(graph), "keep all")
-        search.offer(start, "start")
-        deadline = began + time_limit_s
+        if start is not None:
+            search.offer(start, "start")
         try:
             if search.time_ns is None or search.time_ns > graph.keep_all_time_ns:
                 model = RetentionModel(
                     with_end(graph), budget_bytes, copies=copies, numbering=numbering, coverage=coverage, lengths=lengths,
-                    deadline=deadline,
+                    deadline=search.deadline,
                 )  # fmt: skip
-                limits = {"deadline": deadline, "workers": workers or _cores(), "seed": seed}
-                _phases(search, model, gap, start, limits)
+                limits = {"deadline": search.deadline, "workers": workers or _cores(), "seed": seed}
+                _phases(search, model, start, limits)
         except TimeoutError:
             search.notes["stopped"] = "time limit"
         except KeyboardInterrupt:
             search.notes["stopped"] = "interrupted"
-    return Plan.of(
-        graph,
-        budget_bytes,
-        search.best,
-        method=METHOD,
-        seed=seed,
-        wall_s=time.perf_counter() - began,
-        bound_ns=graph.keep_all_time_ns,
-        restricted_bound_ns=search.restricted_bound_ns,
-        gap=gap,
-        infeasible="infeasible" in search.notes,
-        notes=search.notes,
-    )
+    return search.plan(METHOD, seed=seed)
 
 
 def _check(copies: int | None, workers: int | None, **given: str) -> None:
@@ -123,7 +107,7 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _phases(search: _Search, model: RetentionModel, gap: float, start: Schedule | None, limits: dict[str, Any]) -> None:
+def _phases(search: _Search, model: RetentionModel, start: Schedule | None, limits: dict[str, Any]) -> None:
     """Phase 1, unless ``start`` does its work, then phase 2."""
     most = "any number of" if model.complete else f"at most {search.notes['copies']}"
     search.notes["space"] = (
@@ -135,7 +119,7 @@ def _phases(search: _Search, model: RetentionModel, gap: float, start: Schedule 
         runs = _phase_1(search, model, limits)
     if runs is not None:
         model.hint(runs)
-        _phase_2(search, model, gap, limits)
+        _phase_2(search, model, limits)
 
 
 def _phase_1(search: _Search, model: RetentionModel, limits: dict[str, Any]) -> list[list[int]] | None:
@@ -163,22 +147,22 @@ def _phase_1(search: _Search, model: RetentionModel, limits: dict[str, Any]) -> 
     return None
 
 
-def _phase_2(search: _Search, model: RetentionModel, gap: float, limits: dict[str, Any]) -> None:
+def _phase_2(search: _Search, model: RetentionModel, limits: dict[str, Any]) -> None:
     """The least time within the budget."""
     began = time.perf_counter()
     model.aim_at_time()
 
     def on_bound(cost: int) -> None:
-        search.raise_bound(model.bound_ns(cost))
+        search.raise_searched(model.bound_ns(cost))
         if model.exact:
             outside_ns = model.outside_ns()
-            search.raise_restricted(search.space_bound_ns if outside_ns is None else min(search.space_bound_ns, outside_ns))
+            search.raise_restricted(search.searched_ns if outside_ns is None else min(search.searched_ns, outside_ns))
 
     answer = cp_sat.minimise(
         model.model,
         model.watch,
         **limits,
-        gap=gap,
+        gap=search.gap,
         on_solution=lambda values: search.take(model.read(values), "phase 2"),
         on_bound=on_bound,
     )
@@ -187,23 +171,11 @@ def _phase_2(search: _Search, model: RetentionModel, gap: float, limits: dict[st
     if answer.outcome is Outcome.STOPPED:
         search.notes["stopped"] = "time limit"
     else:
-        search.notes["proved"] = "optimal in the searched space" + (f", within a gap of {gap}" if gap else "")
+        search.notes["proved"] = "optimal in the searched space" + (f", within a gap of {search.gap}" if search.gap else "")
 
 
-@dataclass
-class _Search:
-    """What is known so far: the best schedule and the best bounds."""
-
-    graph: Graph
-    budget_bytes: int
-    progress: Callable[..., None] | None
-    best: Schedule | None = None
-    time_ns: int | None = None
-    restricted_bound_ns: int | None = None
-    notes: dict[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.space_bound_ns = self.graph.keep_all_time_ns
+class _Search(Incumbent):
+    """What is known so far, offered as runs in stages."""
 
     def _schedule(self, runs: Sequence[Sequence[int]]) -> Schedule:
         """The schedule of runs in stages; the last op is the end, which is none of the graph's."""
@@ -220,27 +192,13 @@ class _Search:
         assert self.fits(runs), f"{phase}: a solution of the model exceeds the budget"
         self.offer(self._schedule(runs), phase)
 
-    def offer(self, schedule: Schedule | None, phase: str) -> None:
-        """Keep a schedule that fits and is the cheapest so far."""
-        if schedule is None:
-            return
-        trace = simulate(self.graph, schedule)
-        if trace.peak_bytes <= self.budget_bytes and (self.time_ns is None or trace.time_ns < self.time_ns):
-            self.best, self.time_ns = schedule, trace.time_ns
-            self.notes["found_by"] = phase
-            self._report(phase)
-
-    def raise_bound(self, bound_ns: int) -> None:
+    def raise_searched(self, bound_ns: int) -> None:
         """Note a bound of the searched space."""
-        if bound_ns > self.space_bound_ns or "space_bound_ns" not in self.notes:
-            self.space_bound_ns = self.notes["space_bound_ns"] = max(bound_ns, self.space_bound_ns)
-            self._report("bound")
+        if bound_ns > self.searched_ns or "space_bound_ns" not in self.notes:
+            self.searched_ns = self.notes["space_bound_ns"] = max(bound_ns, self.searched_ns)
+            self.report("bound")
 
     def raise_restricted(self, bound_ns: int | None) -> None:
-        """Note a bound of Checkmate's space."""
+        """Note a bound of Checkmate's space, which is larger than the searched one."""
         if bound_ns is not None:
             self.restricted_bound_ns = max(bound_ns, self.restricted_bound_ns or 0)
-
-    def _report(self, phase: str) -> None:
-        if self.progress is not None:
-            self.progress(time_ns=self.time_ns, bound_ns=self.space_bound_ns, phase=phase)

@@ -13,14 +13,12 @@ from __future__ import annotations
 
 import functools
 import math
-import time
 from collections.abc import Callable
-from typing import Any
 
 from graphs.errors import InputError
 from graphs.ir import Graph
-from planner.bounds import least_bytes
 from planner.chains import Chain, chain_of_ops
+from planner.incumbent import Incumbent
 from planner.result import Plan
 from planner.schedule import Schedule, keep_all, with_frees
 from planner.simulate import simulate
@@ -45,7 +43,7 @@ def solve(
 
     Raises InputError naming the op where the graph is not a chain, or where a forward op may not run twice.
     """
-    began = time.perf_counter()
+    search = Incumbent(graph, budget_bytes, gap)
     chain = chain_of_ops(graph)
     for stage in chain.stages:
         for i in stage.forward:
@@ -54,43 +52,26 @@ def solve(
                     f"{graph.name}: op {i} ({graph.ops[i].name}) has an outside effect and cannot run again, as Revolve would "
                     "have it; method rotor takes such chains"
                 )
-    steps = len(chain.stages)
-    notes: dict[str, Any] = {"stages": steps}
-    schedule: Schedule | None = None
-    bound_ns = graph.keep_all_time_ns
-    if (least := least_bytes(graph)) > budget_bytes:
-        notes["infeasible"] = f"no schedule in any order fits: {least:,} bytes are needed"
-    elif simulate(graph, keep_all(graph)).peak_bytes <= budget_bytes:
-        schedule, notes["found_by"] = keep_all(graph), "keep all"
-    else:
+    notes, steps = search.notes, len(chain.stages)
+    notes["stages"] = steps
+    if not search.hopeless() and search.offer(keep_all(graph), "keep all").peak_bytes > budget_bytes:
         fits, fails = 0, steps + 1  # numbers of slots
         while fails - fits > 1:
             slots = (fits + fails) // 2 if fits or fails <= steps else steps  # all of them first
             tried = with_frees(graph, _ops(chain, slots))
             trace = simulate(graph, tried)
             if trace.peak_bytes <= budget_bytes:
-                fits, schedule, time_ns = slots, tried, trace.time_ns
+                fits, search.best, time_ns = slots, tried, trace.time_ns
             else:
                 fails, needs_bytes = slots, trace.peak_bytes
-        if schedule is None:
+        if search.best is None:
             notes["needs_bytes"] = needs_bytes
             notes["stopped"] = f"its smallest schedule, with one checkpoint, needs {needs_bytes:,} bytes"
         else:
             notes["slots"] = fits
             if equal_layers(chain):
-                bound_ns = time_ns
-    return Plan.of(
-        graph,
-        budget_bytes,
-        schedule,
-        method="revolve",
-        seed=seed,
-        wall_s=time.perf_counter() - began,
-        bound_ns=bound_ns,
-        gap=gap,
-        infeasible="infeasible" in notes,
-        notes=notes,
-    )
+                search.bound_ns = time_ns
+    return search.plan("revolve", seed=seed)
 
 
 @functools.cache

@@ -9,15 +9,13 @@ A block that is most of the graph is as hard as the whole graph; where its MILP 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from typing import Any
 
 from graphs.errors import InputError
 from graphs.ir import Graph
 from planner.block_chain import block_schedule
-from planner.bounds import least_bytes
 from planner.chain_dp import SLOTS
+from planner.incumbent import Incumbent
 from planner.result import Plan
 from planner.schedule import Schedule
 
@@ -42,29 +40,15 @@ def solve(
     peaks, saves  budgets for each block: of its peak, and of what it holds between forward and backward pass
     slots         memory units of the dynamic program at most
     """
-    began = time.perf_counter()
     for name, number in (("peaks", peaks), ("saves", saves), ("slots", slots)):
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
             raise InputError(f"{name} must be a positive integer, not {number!r}")
-    schedule: Schedule | None = None
-    if (least := least_bytes(graph)) > budget_bytes:
-        notes: dict[str, Any] = {"infeasible": f"no schedule in any order fits: {least:,} bytes are needed"}
-    else:
+    search = Incumbent(graph, budget_bytes, gap, time_limit_s)
+    if not search.hopeless():
         try:
-            schedule, notes = block_schedule(
+            search.best, search.notes = block_schedule(
                 graph, budget_bytes, time_limit_s=time_limit_s, seed=seed, peaks=peaks, saves=saves, slots=slots
             )
         except KeyboardInterrupt:
-            notes = {"stopped": "interrupted"}
-    return Plan.of(
-        graph,
-        budget_bytes,
-        schedule,
-        method="rockmate",
-        seed=seed,
-        wall_s=time.perf_counter() - began,
-        bound_ns=graph.keep_all_time_ns,
-        gap=gap,
-        infeasible="infeasible" in notes,
-        notes=notes,
-    )
+            search.notes["stopped"] = "interrupted"
+    return search.plan("rockmate", seed=seed)

@@ -8,13 +8,13 @@ dropping something early and making it again can be cheaper.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 from graphs.errors import InputError
 from graphs.ir import Graph
 from planner.chain_dp import SLOTS, ChainProgram, Way, solve_chain
 from planner.chains import chain_of_ops
+from planner.incumbent import Incumbent
 from planner.result import Plan
 from planner.schedule import Schedule
 
@@ -39,21 +39,10 @@ def solve(
     Schedules that the rounding forbids but that fit are found too, where a budget of up to one unit more a stage gives them.
     Raises InputError naming the op where the graph is not a chain.
     """
-    began = time.perf_counter()
     if isinstance(slots, bool) or not isinstance(slots, int) or slots < 1:
         raise InputError(f"slots must be a positive integer, not {slots!r}")
+    search = Incumbent(graph, budget_bytes, gap, time_limit_s)
     chain = chain_of_ops(graph)
     program = ChainProgram(chain, [[Way(stage.forward, stage.backward)] for stage in chain.stages])
-    schedule, notes = solve_chain(program, budget_bytes, slots, time_limit_s=time_limit_s)
-    return Plan.of(
-        graph,
-        budget_bytes,
-        schedule,
-        method="rotor",
-        seed=seed,
-        wall_s=time.perf_counter() - began,
-        bound_ns=graph.keep_all_time_ns,
-        gap=gap,
-        infeasible="infeasible" in notes,
-        notes=notes,
-    )
+    search.best, search.notes = solve_chain(program, budget_bytes, slots, time_limit_s=time_limit_s)
+    return search.plan("rotor", seed=seed)

@@ -19,9 +19,8 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import inf
 from random import Random
 from typing import Any
@@ -30,10 +29,9 @@ import networkx as nx
 from networkx.algorithms.approximation import treewidth_min_fill_in
 
 from graphs.ir import Graph
-from planner.bounds import least_bytes
+from planner.incumbent import Incumbent
 from planner.result import Plan
 from planner.schedule import Compute, Schedule, keep_all, with_frees
-from planner.simulate import simulate
 
 METHOD = "twremat"
 PASSES = 6  # as published
@@ -65,36 +63,21 @@ def solve(
     peak of any sequence written out) and, without a schedule, ``stopped`` with the reason. Random ops and ops with an effect
     keep their order, and the latter run once: their outputs stay until their last reader, beside what is guaranteed.
     """
-    began = time.perf_counter()
-    search = _Search(graph, budget_bytes, gap, began + time_limit_s, progress)
-    infeasible = least_bytes(graph) > budget_bytes
-    if infeasible:
-        search.notes["infeasible"] = "no schedule in any order fits: an op alone, or the outputs together, exceed the budget"
-    else:
+    search = Incumbent(graph, budget_bytes, gap, time_limit_s, progress)
+    if not search.hopeless():
         try:
-            search.offer(keep_all(graph), "keep all", own=False)
+            search.offer(keep_all(graph), "keep all")
             if start is not None:
-                search.offer(start, "start", own=False)
+                search.offer(start, "start")
             _run(search, seed, variants)
         except KeyboardInterrupt:
             search.notes["stopped"] = "interrupted"
         if search.best is None:
-            search.give_reason()
-    return Plan.of(
-        graph,
-        budget_bytes,
-        search.best,
-        method=METHOD,
-        seed=seed,
-        wall_s=time.perf_counter() - began,
-        bound_ns=graph.keep_all_time_ns,
-        gap=gap,
-        infeasible=infeasible,
-        notes=search.notes,
-    )
+            _give_reason(search.notes)
+    return search.plan(METHOD, seed=seed)
 
 
-def _run(search: _Search, seed: int, variants: bool) -> None:
+def _run(search: Incumbent, seed: int, variants: bool) -> None:
     """The published sequence, then its variants from the root down, each with its budget passes."""
     graph, budget_bytes = search.graph, search.budget_bytes
     if search.done():
@@ -110,7 +93,7 @@ def _run(search: _Search, seed: int, variants: bool) -> None:
             continue
         runs = without_dead(graph, runs)
         for passes in range(PASSES + 1):
-            peak_bytes = search.offer(with_frees(graph, runs), phase)
+            peak_bytes = _offer(search, with_frees(graph, runs), phase)
             if search.done():
                 return
             if passes == PASSES or (passes and peak_bytes > budget_bytes):
@@ -121,53 +104,23 @@ def _run(search: _Search, seed: int, variants: bool) -> None:
                 break
 
 
-@dataclass
-class _Search:
-    """What is known so far, and when to stop."""
+def _offer(search: Incumbent, schedule: Schedule, phase: str) -> int:
+    """Offer a schedule of the method's own; its peak, of which the least is noted."""
+    peak_bytes = search.offer(schedule, phase).peak_bytes
+    search.notes["needs_bytes"] = min(peak_bytes, search.notes.get("needs_bytes", peak_bytes))
+    return peak_bytes
 
-    graph: Graph
-    budget_bytes: int
-    gap: float
-    deadline: float
-    progress: Callable[..., None] | None
-    best: Schedule | None = None
-    time_ns: int | None = None
-    needs_bytes: int | None = None  # least peak of what was offered
-    notes: dict[str, Any] = field(default_factory=dict)
 
-    def offer(self, schedule: Schedule, phase: str, *, own: bool = True) -> int:
-        """Keep a schedule that fits and is the cheapest so far; its peak. ``own``: a sequence of the method's."""
-        trace = simulate(self.graph, schedule)
-        if own and (self.needs_bytes is None or trace.peak_bytes < self.needs_bytes):
-            self.needs_bytes = self.notes["needs_bytes"] = trace.peak_bytes
-        if trace.peak_bytes <= self.budget_bytes and (self.time_ns is None or trace.time_ns < self.time_ns):
-            self.best, self.time_ns = schedule, trace.time_ns
-            self.notes["found_by"] = phase
-            if self.progress is not None:
-                self.progress(time_ns=self.time_ns, bound_ns=self.graph.keep_all_time_ns, phase=phase)
-        return trace.peak_bytes
-
-    def done(self) -> bool:
-        """Proved within the gap, or out of time (which the notes then say)."""
-        if self.time_ns is not None and self.time_ns - self.graph.keep_all_time_ns <= self.gap * self.time_ns:
-            return True
-        if time.perf_counter() < self.deadline:
-            return False
-        self.notes["stopped"] = "time limit"
-        return True
-
-    def give_reason(self) -> None:
-        """Say in the notes why there is no schedule, unless an interruption is why."""
-        if self.notes.get("stopped") == "interrupted":
-            return
-        said = [self.notes["stopped"]] if "stopped" in self.notes else []
-        if self.needs_bytes is not None:
-            said.append(
-                f"its smallest sequence, of a decomposition of width {self.notes['width']}, needs {self.needs_bytes:,} bytes"
-            )
-        if "too_long" in self.notes:
-            said.append(f"longer than {MAX_RUNS:,} runs and not written out: {', '.join(self.notes['too_long'])}")
-        self.notes["stopped"] = "; ".join(said)
+def _give_reason(notes: dict[str, Any]) -> None:
+    """Say in the notes why there is no schedule, unless an interruption is why."""
+    if notes.get("stopped") == "interrupted":
+        return
+    said = [notes["stopped"]] if "stopped" in notes else []
+    if "needs_bytes" in notes:
+        said.append(f"its smallest sequence, of a decomposition of width {notes['width']}, needs {notes['needs_bytes']:,} bytes")
+    if "too_long" in notes:
+        said.append(f"longer than {MAX_RUNS:,} runs and not written out: {', '.join(notes['too_long'])}")
+    notes["stopped"] = "; ".join(said)
 
 
 # ---------------------------------------------------------------------------------------------- the decomposition

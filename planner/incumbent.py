@@ -1,0 +1,111 @@
+"""What a search for a schedule knows so far: the incumbent, bounds, and notes on how it went."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from graphs.ir import Graph
+from planner.bounds import least_bytes
+from planner.result import Plan
+from planner.schedule import Schedule
+from planner.simulate import Trace, simulate
+
+
+@dataclass
+class Incumbent:
+    """The cheapest schedule so far under a budget, what is proved, and what the Plan will say; its clock runs from the start.
+
+    gap                            asked, for (time - bound) / time
+    progress                       called as ``progress(time_ns=..., bound_ns=..., phase=...)`` where something changed
+    best, time_ns                  the schedule and its time, None before one that fits is offered
+    bound_ns, restricted_bound_ns  as in Plan; the first is the keep-all time at least
+    searched_ns                    no schedule of the searched space takes less: the bound that ``closed`` and ``progress`` go by
+    notes                          those of the Plan
+    """
+
+    graph: Graph
+    budget_bytes: int
+    gap: float
+    time_limit_s: float = math.inf
+    progress: Callable[..., None] | None = None
+    best: Schedule | None = field(default=None, init=False)
+    time_ns: int | None = field(default=None, init=False)
+    restricted_bound_ns: int | None = field(default=None, init=False)
+    notes: dict[str, Any] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        self.began = time.perf_counter()
+        self.deadline = self.began + self.time_limit_s
+        self.bound_ns = self.searched_ns = self.graph.keep_all_time_ns
+
+    def hopeless(self) -> bool:
+        """Whether no schedule fits, in whatever order (see ``least_bytes``); the notes then say so."""
+        least = least_bytes(self.graph)
+        if least > self.budget_bytes:
+            self.notes["infeasible"] = f"no schedule in any order fits: {least:,} bytes are needed"
+        return least > self.budget_bytes
+
+    def offer(self, schedule: Schedule, phase: str) -> Trace:
+        """Keep a schedule where it fits and is the cheapest so far; ``notes["found_by"]`` is then the phase."""
+        trace = simulate(self.graph, schedule)
+        if self.wants(trace.peak_bytes, trace.time_ns):
+            self.best, self.time_ns = schedule, trace.time_ns
+            self.notes["found_by"] = phase
+            self.report(phase)
+        return trace
+
+    def wants(self, peak_bytes: int, time_ns: float) -> bool:
+        """Whether a schedule with this peak and time would be kept."""
+        return peak_bytes <= self.budget_bytes and (self.time_ns is None or time_ns < self.time_ns)
+
+    def raise_bound(self, bound_ns: int | None, *, restricted: bool) -> None:
+        """Note a proved bound, on schedules with the graph's order of first executions or (restricted) of Checkmate's space."""
+        if bound_ns is None:
+            return
+        if restricted:
+            self.restricted_bound_ns = max(bound_ns, self.restricted_bound_ns or 0)
+        else:
+            self.bound_ns = max(bound_ns, self.bound_ns)
+        self.searched_ns = max(bound_ns, self.searched_ns)
+        self.report("bound")
+
+    def report(self, phase: str) -> None:
+        """Tell ``progress``."""
+        if self.progress is not None:
+            self.progress(time_ns=self.time_ns, bound_ns=self.searched_ns, phase=phase)
+
+    def closed(self, gap: float | None = None) -> bool:
+        """Whether the incumbent is proved within the gap (default: the one asked for) in the searched space."""
+        return self.time_ns is not None and self.time_ns - self.searched_ns <= (self.gap if gap is None else gap) * self.time_ns
+
+    def done(self, gap: float | None = None) -> bool:
+        """Whether it is closed or out of time, which the notes then say."""
+        if self.closed(gap):
+            return True
+        if time.perf_counter() < self.deadline:
+            return False
+        self.notes["stopped"] = "time limit"
+        return True
+
+    def plan(self, method: str, *, seed: int, bound_ns: int | None = None) -> Plan:
+        """The Plan at the end: for the incumbent, with the notes; INFEASIBLE where ``notes["infeasible"]`` says why.
+
+        bound_ns  instead of ``self.bound_ns``
+        """
+        return Plan.of(
+            self.graph,
+            self.budget_bytes,
+            self.best,
+            method=method,
+            seed=seed,
+            wall_s=time.perf_counter() - self.began,
+            bound_ns=self.bound_ns if bound_ns is None else bound_ns,
+            restricted_bound_ns=self.restricted_bound_ns,
+            gap=self.gap,
+            infeasible="infeasible" in self.notes,
+            notes=self.notes,
+        )
