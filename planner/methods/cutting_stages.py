@@ -13,14 +13,14 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from graphs.ir import Graph
 from planner.annealing import Annealer, useful
 from planner.block_chain import block_schedule
-from planner.bounds import least_bytes
+from planner.incumbent import Incumbent
 from planner.milp import Answer, Outcome
 from planner.pebbling import least_peak
 from planner.result import Plan
@@ -69,8 +69,7 @@ def solve(
     what is proved about the graph's own.
     Unless the time limit struck (``notes["stopped"]``), the same arguments give the same plan.
     """
-    began = time.perf_counter()
-    search = _Search(graph, budget_bytes, gap, began + time_limit_s, seed, progress)
+    search = _Search(graph, budget_bytes, gap, time_limit_s, progress, seed=seed)
     try:
         _run(search, start)
     except KeyboardInterrupt:
@@ -86,31 +85,19 @@ def solve(
         else:  # what holds for all orders is the keep-all time
             search.notes["order"] = "first executions are not in graph order"
             search.notes["order_bound_ns"], bound_ns = bound_ns, graph.keep_all_time_ns
-    return Plan.of(
-        graph,
-        budget_bytes,
-        search.best,
-        method=METHOD,
-        seed=seed,
-        wall_s=time.perf_counter() - began,
-        bound_ns=bound_ns,
-        restricted_bound_ns=search.restricted_bound_ns,
-        gap=gap,
-        infeasible="infeasible" in search.notes,
-        notes=search.notes,
-    )
+    return search.plan(METHOD, seed=seed, bound_ns=bound_ns)
 
 
 def _run(search: _Search, start: Schedule | None) -> None:
     """The method, step by step."""
     graph = search.graph
-    if least_bytes(graph) > search.budget_bytes:
-        search.notes["infeasible"] = "no schedule in any order fits: an op alone, or the outputs together, exceed the budget"
+    if search.hopeless():
         return
     whole = keep_all(graph)
     search.offer(whole, "keep all")
-    search.offer(start, "start")
-    if search.closed(search.gap):
+    if start is not None:
+        search.offer(start, "start")
+    if search.done():
         return
     tightest = _next_first_run(graph, whole, simulate(graph, whole).peak_step)
     if _rounds(search, tightest):
@@ -137,27 +124,29 @@ def _rounds(search: _Search, tightest: int) -> bool:
             return False
         search.raise_bound(model.bound_ns(answer), restricted=bool(inside))
         if answer.values is None:
-            return not search.closed(search.gap)
+            return not search.done()
 
         kept = model.kept(answer)
         schedule = with_frees(graph, walk(model, kept))
         search.offer(schedule, "walk")
-        if search.closed(aim):
+        if search.done(aim):
             return False
         if round_ == BLOCKS_ROUND:
             share_s = BLOCKS_SHARE * search.left_s
-            search.offer(block_schedule(graph, search.budget_bytes, time_limit_s=share_s, seed=search.seed)[0], "blocks")
+            chained, _ = block_schedule(graph, search.budget_bytes, time_limit_s=share_s, seed=search.seed)
+            if chained is not None:
+                search.offer(chained, "blocks")
         if round_ == 1:
             search.walks.start()
             _guide(search, closed_graph, tightest)
-            if search.time_ns is None and not search.closed(search.gap):
+            if search.time_ns is None and not search.done():
                 _anneal(search)
         if round_ == 1 and search.walks.runs is None and not _pebble(search):
             return False
         search.walks.guide(list(zip(events, kept, strict=True)))
         search.walks.improve(min(WORK * 2 ** (round_ - 1), MOST_WORK))
         search.take_walk()
-        if search.closed(aim):
+        if search.done(aim):
             return False
 
         more_events, more_inside = _missing(search, schedule, events, inside)
@@ -179,7 +168,8 @@ def _pebble(search: _Search) -> bool:
         search.notes["infeasible"] = "no schedule in any order fits, however the ops are arranged"
         search.notes["least_bytes"] = proved_bytes
         return False
-    search.offer(schedule, "pebbling")
+    if schedule is not None:
+        search.offer(schedule, "pebbling")
     return True
 
 
@@ -194,7 +184,7 @@ def _anneal(search: _Search) -> None:
         heat = hot * (cold / hot) ** done / count
         done = max(chunk / ANNEAL_CHUNKS, min(1.0, (time.perf_counter() - began) / share_s))  # cool faster where time is short
         annealer.anneal(ANNEAL_CHUNK, heat, hot * (cold / hot) ** done / count)
-        if annealer.peak_bytes <= search.budget_bytes and (search.time_ns is None or annealer.time_ns < search.time_ns):
+        if search.wants(annealer.peak_bytes, annealer.time_ns):
             search.offer(with_frees(search.graph, useful(search.graph, annealer.sequence)), "annealing, in another order")
         if done == 1:
             return
@@ -207,7 +197,7 @@ def _guide(search: _Search, closed_graph: Graph, event: int) -> None:
         answer = model.milp.minimise(
             time_limit_s=search.left_s, gap=0.002 * search.base / model.unit_ns, node_limit=50, seed=search.seed
         )
-        if answer.values is None or search.closed(search.gap):
+        if answer.values is None or search.done():
             return
         search.walks.guide([(event, model.kept(answer)[0])])
         search.take_walk()
@@ -216,7 +206,7 @@ def _guide(search: _Search, closed_graph: Graph, event: int) -> None:
 def _search_on(search: _Search) -> None:
     """No event left to add, or the MILP too hard: search among list walks until they find nothing for long."""
     idle = 0
-    while idle < IDLE_ROUNDS and not search.closed(search.gap):
+    while idle < IDLE_ROUNDS and not search.done():
         before = search.walks.time_ns
         search.walks.improve(MOST_WORK)
         search.take_walk()
@@ -277,24 +267,11 @@ def _next_first_run(graph: Graph, schedule: Schedule, at: int) -> int:
     return len(graph.ops)
 
 
-@dataclass
-class _Search:
-    """What is known so far: the best schedule, the best bounds, and when to stop."""
+@dataclass(kw_only=True)
+class _Search(Incumbent):
+    """What is known so far, and the list walks."""
 
-    graph: Graph
-    budget_bytes: int
-    gap: float
-    deadline: float
     seed: int
-    progress: Callable[..., None] | None
-    best: Schedule | None = None
-    time_ns: int | None = None
-    bound_ns: int = 0
-    restricted_bound_ns: int | None = None
-    notes: dict[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.base = self.bound_ns = self.graph.keep_all_time_ns
 
     @cached_property
     def walks(self) -> WeightSearch:
@@ -304,50 +281,19 @@ class _Search:
         return WeightSearch(self.graph, self.budget_bytes, self.seed)
 
     @property
+    def base(self) -> int:
+        return self.graph.keep_all_time_ns
+
+    @property
     def left_s(self) -> float:
         return max(0.01, self.deadline - time.perf_counter())
 
     @property
     def distance_ns(self) -> float:
         """From the best bound to the best schedule; without a schedule, 1 % of the keep-all time."""
-        bound = max(self.bound_ns, self.restricted_bound_ns or 0)
-        return 0.01 * self.base if self.time_ns is None else self.time_ns - bound
-
-    def closed(self, gap: float) -> bool:
-        """Proved within the gap, or out of time (which the notes then say)."""
-        if self.time_ns is not None and self.distance_ns <= gap * self.time_ns:
-            return True
-        if time.perf_counter() < self.deadline:
-            return False
-        self.notes["stopped"] = "time limit"
-        return True
-
-    def offer(self, schedule: Schedule | None, phase: str) -> None:
-        """Keep a schedule that fits and is the cheapest so far."""
-        if schedule is None:
-            return
-        trace = simulate(self.graph, schedule)
-        if trace.peak_bytes <= self.budget_bytes and (self.time_ns is None or trace.time_ns < self.time_ns):
-            self.best, self.time_ns = schedule, trace.time_ns
-            self.notes["found_by"] = phase
-            self._report(phase)
+        return 0.01 * self.base if self.time_ns is None else self.time_ns - self.searched_ns
 
     def take_walk(self) -> None:
         """Offer the best list walk, where it is news."""
-        if self.walks.runs is not None and (self.time_ns is None or self.walks.time_ns < self.time_ns):
+        if self.walks.runs is not None and self.wants(self.budget_bytes, self.walks.time_ns):
             self.offer(with_frees(self.graph, self.walks.runs.tolist()), "list walk")
-
-    def raise_bound(self, bound_ns: int | None, *, restricted: bool) -> None:
-        """Note a proved bound, on schedules with the graph's order of first executions."""
-        if bound_ns is None:
-            return
-        if restricted:
-            self.restricted_bound_ns = max(bound_ns, self.restricted_bound_ns or 0)
-        else:
-            self.bound_ns = max(self.bound_ns, bound_ns)
-        self._report("bound")
-
-    def _report(self, phase: str) -> None:
-        if self.progress is not None:
-            bound_ns = max(self.bound_ns, self.restricted_bound_ns or 0)
-            self.progress(time_ns=self.time_ns, bound_ns=bound_ns, phase=phase)
