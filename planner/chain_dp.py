@@ -31,7 +31,6 @@ from typing import Any
 import numpy as np
 
 from graphs.errors import InputError
-from planner.bounds import least_bytes
 from planner.chains import Chain, Stage, held_throughout, left_for
 from planner.schedule import Schedule, keep_all, with_frees
 from planner.simulate import simulate
@@ -403,11 +402,9 @@ def solve_chain(
     Where the keep-all schedule fits, it is returned; where time runs out (with thousands of stages), nothing.
 
     Notes: ``unit_bytes``; ``persistent_bound_ns`` where the tables are exact; without a schedule ``stopped``, which says how many
-    bytes the program needs, and ``needs_bytes``; or ``infeasible``.
+    bytes the program needs, and ``needs_bytes``.
     """
     graph = program.graph
-    if (least := least_bytes(graph)) > budget_bytes:
-        return None, {"infeasible": f"no schedule in any order fits: {least:,} bytes are needed"}
     whole = keep_all(graph)
     whole_bytes = simulate(graph, whole).peak_bytes
     if whole_bytes <= budget_bytes:  # a chain's stages may run their ops in an order that takes more

@@ -44,5 +44,6 @@ def solve(
     search = Incumbent(graph, budget_bytes, gap, time_limit_s)
     chain = chain_of_ops(graph)
     program = ChainProgram(chain, [[Way(stage.forward, stage.backward)] for stage in chain.stages])
-    search.best, search.notes = solve_chain(program, budget_bytes, slots, time_limit_s=time_limit_s)
+    if not search.hopeless():
+        search.best, search.notes = solve_chain(program, budget_bytes, slots, time_limit_s=time_limit_s)
     return search.plan("rotor", seed=seed)
