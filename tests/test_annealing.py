@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -18,6 +13,7 @@ from planner import Plan, Status, keep_all, simulate, solve
 from planner.annealing import Annealer
 from planner.bounds import least_bytes, smallest_known
 from planner.schedule import computes, with_frees
+from tests.interruption import interrupted
 from tests.oracles import least_time
 from tests.strategies import random_budget, random_graph
 
@@ -175,24 +171,12 @@ def test_a_number_of_moves_that_is_none_is_refused(moves: object) -> None:
         anneal(chain(2), 10, moves=moves)
 
 
-@pytest.mark.skipif(os.name != "posix", reason="sends SIGINT")
 def test_interrupting_returns_what_was_found() -> None:
     script = (
-        "import signal\nfrom graphs.synthetic import random_layered\nfrom planner import keep_all, simulate, solve\n"
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a parent in the background may have it ignored
+        "from graphs.synthetic import random_layered\nfrom planner import keep_all, simulate, solve\n"
         "graph = random_layered('RL1', 0)\nbudget = int(0.7 * simulate(graph, keep_all(graph)).peak_bytes)\n"
         "print('ready', flush=True)\n"
         "found = solve(graph, budget, method='annealing', gap=0.0, moves=10**9, time_limit_s=100)\n"
         "print(found.notes['stopped'], found.wall_s < 20)\n"
     )
-    root = Path(__file__).resolve().parents[1]
-    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd=root) as child:
-        try:
-            assert child.stdout is not None and child.stdout.readline() == "ready\n"
-            time.sleep(2)
-            child.send_signal(signal.SIGINT)
-            out, _ = child.communicate(timeout=30)
-        finally:
-            child.kill()
-    assert child.returncode == 0
-    assert out.splitlines()[-1] == "interrupted True"
+    assert interrupted(script, after_s=2) == "interrupted True"

@@ -1,9 +1,5 @@
 """Cutting stages: against brute force, against published optima, and its promises about time and interruption."""
 
-import os
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -16,6 +12,7 @@ from planner import Status, keep_all, plan, simulate, solve
 from planner.bounds import least_bytes, smallest_known
 from planner.schedule import computes
 from planner.stage_model import stage_model
+from tests.interruption import interrupted
 from tests.oracles import least_budget, least_time
 from tests.strategies import random_budget, random_graph
 
@@ -183,26 +180,14 @@ def test_progress_tells_times_bounds_and_phases() -> None:
     assert all(now.keys() == {"time_ns", "bound_ns", "phase"} for now in told)
 
 
-@pytest.mark.skipif(os.name != "posix", reason="sends SIGINT")
 def test_interrupting_returns_what_was_found() -> None:
     script = (
-        "import signal\nfrom tests.test_cutting_stages import tight\nfrom planner import solve\n"
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a parent in the background may have it ignored
+        "from tests.test_cutting_stages import tight\nfrom planner import solve\n"
         "graph, budget = tight()\nprint('ready', flush=True)\n"
         "found = solve(graph, budget, gap=0.0, time_limit_s=100)\n"
         "print(found.notes['stopped'], max(found.bound_ns, found.notes.get('order_bound_ns', 0)) > graph.keep_all_time_ns)\n"
     )
-    root = Path(__file__).resolve().parents[1]
-    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd=root) as child:
-        try:
-            assert child.stdout is not None and child.stdout.readline() == "ready\n"
-            time.sleep(4)
-            child.send_signal(signal.SIGINT)
-            out, _ = child.communicate(timeout=30)
-        finally:
-            child.kill()
-    assert child.returncode == 0
-    assert out.splitlines()[-1] == "interrupted True"
+    assert interrupted(script, after_s=4) == "interrupted True"
 
 
 def test_a_better_order_is_measured_against_what_holds_for_all_orders() -> None:

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -24,6 +20,7 @@ from planner.retention import RetentionModel, last_stages, sequence, staged
 from planner.schedule import with_frees
 from planner.stage_model import with_end
 from tests.chains import vgg, vgg19
+from tests.interruption import interrupted
 from tests.oracles import least_budget, least_time
 from tests.strategies import random_budget, random_graph
 
@@ -438,28 +435,16 @@ def test_progress_tells_times_bounds_and_phases() -> None:
     assert {now["phase"] for now in told} >= {"phase 1", "phase 2", "bound"}
 
 
-@pytest.mark.skipif(os.name != "posix", reason="sends SIGINT")
 def test_interrupting_returns_what_was_found() -> None:
     script = (
-        "import signal\nfrom tests.test_moccasin import tight\nfrom planner import keep_all, simulate, solve\n"
+        "from tests.test_moccasin import tight\nfrom planner import keep_all, simulate, solve\n"
         "from planner.bounds import smallest_known\n"
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a parent in the background may have it ignored
         "graph, budget = tight()\nstart = smallest_known(graph)[1]\n"
         "budget = simulate(graph, start).peak_bytes\nprint('ready', flush=True)\n"
         "found = solve(graph, budget, method='moccasin', workers=1, start=start, gap=0.0, time_limit_s=100)\n"
         "print(found.notes['stopped'], found.status, found.wall_s < 10)\n"
     )
-    root = Path(__file__).resolve().parents[1]
-    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd=root) as child:
-        try:
-            assert child.stdout is not None and child.stdout.readline() == "ready\n"
-            time.sleep(2)
-            child.send_signal(signal.SIGINT)
-            out, _ = child.communicate(timeout=60)
-        finally:
-            child.kill()
-    assert child.returncode == 0
-    assert out.splitlines()[-1] == "interrupted FEASIBLE True"
+    assert interrupted(script, after_s=2) == "interrupted FEASIBLE True"
 
 
 def test_a_solver_left_behind_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
