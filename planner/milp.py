@@ -11,6 +11,7 @@ import atexit
 import enum
 import math
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -100,7 +101,13 @@ class Milp:
         cutoff      only solutions below this matter; proving that there is none ends the solve with CUT_OFF
         node_limit  stop after this many branch-and-bound nodes: a limit that does not depend on the machine
         """
-        result = _run(self.proto(), _parameters(time_limit_s, gap, cutoff, node_limit, seed))
+        proto = self.proto()
+        began = time.perf_counter()
+        result = _run(proto, _parameters(time_limit_s, gap, cutoff, node_limit, seed))
+        if _infeasible(result):
+            # HiGHS's presolve has called feasible models infeasible, so its word is asked for again without presolve.
+            left_s = time_limit_s - (time.perf_counter() - began)
+            result = _run(proto, _parameters(left_s, gap, cutoff, node_limit, seed, presolve=False)) if left_s > 0 else None
         if result is None:
             return Answer(Outcome.STOPPED, None, math.inf, -math.inf)
         return self._answer(result, cutoff)
@@ -130,10 +137,7 @@ class Milp:
         from ortools.math_opt import result_pb2
 
         reason = result.termination.reason
-        if reason in (
-            result_pb2.TERMINATION_REASON_INFEASIBLE,
-            result_pb2.TERMINATION_REASON_INFEASIBLE_OR_UNBOUNDED,  # never unbounded: every variable has bounds
-        ):
+        if _infeasible(result):
             # A cutoff makes the solver call the rest of the problem infeasible.
             if cutoff < math.inf:
                 return Answer(Outcome.CUT_OFF, None, math.inf, cutoff)
@@ -155,7 +159,19 @@ class Milp:
         return Answer(Outcome.CUT_OFF if bound >= cutoff else Outcome.SOLVED, values, cost, bound)
 
 
-def _parameters(time_limit_s: float, gap: float, cutoff: float, node_limit: int | None, seed: int) -> Any:
+def _infeasible(result: Any) -> bool:
+    """Whether this is what HiGHS says."""
+    from ortools.math_opt import result_pb2
+
+    return result is not None and result.termination.reason in (
+        result_pb2.TERMINATION_REASON_INFEASIBLE,
+        result_pb2.TERMINATION_REASON_INFEASIBLE_OR_UNBOUNDED,  # never unbounded: every variable has bounds
+    )
+
+
+def _parameters(
+    time_limit_s: float, gap: float, cutoff: float, node_limit: int | None, seed: int, *, presolve: bool = True
+) -> Any:
     from ortools.math_opt import parameters_pb2
 
     parameters = parameters_pb2.SolveParametersProto()
@@ -163,6 +179,8 @@ def _parameters(time_limit_s: float, gap: float, cutoff: float, node_limit: int 
     parameters.absolute_gap_tolerance = gap
     parameters.relative_gap_tolerance = 0.0
     parameters.random_seed = seed
+    if not presolve:
+        parameters.presolve = parameters_pb2.EMPHASIS_OFF
     if node_limit is not None:
         parameters.highs.int_options["mip_max_nodes"] = node_limit
     if cutoff < math.inf:

@@ -415,6 +415,10 @@ def test_highs_false_infeasible_is_checked() -> None:
     assert start_values(model, keep_all(graph)) is not None
     answer = minimise(model.milp, solver="highs", time_limit_s=30)
     assert answer.outcome is Outcome.SOLVED and answer.cost == pytest.approx(0)
+    for cutoff in (math.inf, 1.0):
+        own = model.milp.minimise(time_limit_s=30, cutoff=cutoff)
+        assert own.outcome is Outcome.SOLVED and own.cost == pytest.approx(0)
+    assert model.milp.minimise(time_limit_s=0.0).outcome is Outcome.STOPPED  # no time to ask again
 
 
 @pytest.mark.parametrize("solver", ["cbc", "highs", "scip"])
