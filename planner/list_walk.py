@@ -151,6 +151,16 @@ def _remake_time(v, producer, in_rows, inputs, again, present, seen, stamp, todo
 
 
 @numba.njit(cache=True)
+def _drop(v, present, inside, place, inside_count):  # type: ignore[no-untyped-def]  # pragma: no cover
+    """Take a value from the present ones; how many are left."""
+    last = inside[inside_count - 1]
+    inside[place[v]] = last
+    place[last] = place[v]
+    present[v] = False
+    return inside_count - 1
+
+
+@numba.njit(cache=True)
 def _walk(  # type: ignore[no-untyped-def]  # pragma: no cover
     room,
     producer,
@@ -228,10 +238,7 @@ def _walk(  # type: ignore[no-untyped-def]  # pragma: no cover
                     if present[v]:
                         excess -= size[v]
                         held -= size[v]
-                        present[v] = False
-                        inside_count -= 1
-                        inside[place[v]] = inside[inside_count]
-                        place[inside[inside_count]] = place[v]
+                        inside_count = _drop(v, present, inside, place, inside_count)
                 gone_count = 0
                 for last_resort in (False, True):
                     if excess <= 0:
@@ -279,10 +286,7 @@ def _walk(  # type: ignore[no-untyped-def]  # pragma: no cover
                         excess += size[v]
                         continue
                     held -= size[v]
-                    present[v] = False
-                    inside_count -= 1
-                    inside[place[v]] = inside[inside_count]
-                    place[inside[inside_count]] = place[v]
+                    inside_count = _drop(v, present, inside, place, inside_count)
 
             if ran >= runs.size:
                 return ran, i, time_before
@@ -309,9 +313,6 @@ def _walk(  # type: ignore[no-untyped-def]  # pragma: no cover
                     v = values[a]
                     if present[v] and upcoming[v] == reader_rows[v + 1] and locked[v] == 0:
                         held -= size[v]
-                        present[v] = False
-                        inside_count -= 1
-                        inside[place[v]] = inside[inside_count]
-                        place[inside[inside_count]] = place[v]
+                        inside_count = _drop(v, present, inside, place, inside_count)
         extra_ns[i] = total - time_before - first[i]
     return ran, count + 1, total
