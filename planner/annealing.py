@@ -20,7 +20,7 @@ at slots where the op may go, so that few moves are tried in vain.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Sequence
 from random import Random
 
@@ -239,68 +239,56 @@ class Annealer:
         return all(not (reads := self._reads[x]) or reads[0] > runs[1] for x, _ in self._outputs[v])
 
     def _add(self, v: int, t: int) -> None:
-        """Put a run into slot ``t``: reads reach up to it; gaps before the next read of what it makes are freed."""
-        memory = self._memory
-        for x, size in self._inputs[v]:
-            reads = self._reads[x]
-            i = bisect_left(reads, t)
-            if size:
-                makes = self._runs[self._producer[x]]
-                j = bisect_left(makes, t)
-                if i == len(reads) or (j < len(makes) and reads[i] > makes[j]):
-                    end = makes[j - 1]
-                    if i and reads[i - 1] > end:
-                        end = reads[i - 1]
-                    memory[end + 1 : t + 1] += size
-            reads.insert(i, t)
-        runs = self._runs[v]
-        k = bisect_left(runs, t)
-        for x, size in self._outputs[v]:
-            if size:
-                reads = self._reads[x]
-                i = bisect_right(reads, t)
-                if i < len(reads) and (k == len(runs) or reads[i] < runs[k]):
-                    end = runs[k - 1]
-                    if i and reads[i - 1] > end:
-                        end = reads[i - 1]
-                    memory[end + 1 : t] -= size
-                else:
-                    memory[t] += size
-        if self._space[v]:
-            memory[t] += self._space[v]
-        runs.insert(k, t)
+        """Put a run into slot ``t``."""
+        self._charge(v, t, 1)
+        for x, _ in self._inputs[v]:
+            insort(self._reads[x], t)
+        insort(self._runs[v], t)
 
     def _remove(self, v: int, t: int) -> None:
         """Inverse of ``_add``."""
-        memory = self._memory
         runs = self._runs[v]
-        k = bisect_left(runs, t)
-        del runs[k]
-        if self._space[v]:
-            memory[t] -= self._space[v]
-        for x, size in self._outputs[v]:
-            if size:
-                reads = self._reads[x]
-                i = bisect_right(reads, t)
-                if i < len(reads) and (k == len(runs) or reads[i] < runs[k]):
-                    end = runs[k - 1]
-                    if i and reads[i - 1] > end:
-                        end = reads[i - 1]
-                    memory[end + 1 : t] += size
-                else:
-                    memory[t] -= size
-        for x, size in self._inputs[v]:
+        del runs[bisect_left(runs, t)]
+        for x, _ in self._inputs[v]:
             reads = self._reads[x]
-            i = bisect_left(reads, t)
-            del reads[i]
+            del reads[bisect_left(reads, t)]
+        self._charge(v, t, -1)
+
+    def _charge(self, v: int, t: int, sign: int) -> None:
+        """Add to the memory what a run in slot ``t``, not among the others, takes, or (sign -1) take it off again.
+
+        Reads reach up to it; gaps before the next read of what it makes are freed.
+        """
+        memory, all_reads, all_runs, producer = self._memory, self._reads, self._runs, self._producer
+        for x, size in self._inputs[v]:
             if size:
-                makes = self._runs[self._producer[x]]
+                reads = all_reads[x]
+                i = bisect_left(reads, t)
+                makes = all_runs[producer[x]]
                 j = bisect_left(makes, t)
                 if i == len(reads) or (j < len(makes) and reads[i] > makes[j]):
                     end = makes[j - 1]
                     if i and reads[i - 1] > end:
                         end = reads[i - 1]
-                    memory[end + 1 : t + 1] -= size
+                    reached = memory[end + 1 : t + 1]  # a view: added to in place without being stored again
+                    reached += sign * size
+        runs = all_runs[v]
+        k = bisect_left(runs, t)
+        here = self._space[v]
+        for x, size in self._outputs[v]:
+            if size:
+                reads = all_reads[x]
+                i = bisect_right(reads, t)
+                if i < len(reads) and (k == len(runs) or reads[i] < runs[k]):
+                    end = runs[k - 1]
+                    if i and reads[i - 1] > end:
+                        end = reads[i - 1]
+                    freed = memory[end + 1 : t]
+                    freed -= sign * size
+                else:
+                    here += size
+        if here:
+            memory[t] += sign * here
 
 
 def useful(graph: Graph, ops: Sequence[int]) -> list[int]:
