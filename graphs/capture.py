@@ -31,7 +31,7 @@ from graphs.rewrite import (
     share_casts,
     tensors_of,
 )
-from graphs.torch_private import Joint, OpOverload, is_operator, storage_bytes, storage_key
+from graphs.torch_private import Joint, OpOverload, SameTensors, is_operator, storage_bytes, storage_key
 from graphs.tracing import Body, device_of, region_of, state_of, trace
 
 __all__ = ["InputForm", "Inputs", "Loss", "Result", "Source", "Step", "bind", "capture", "numbered"]
@@ -194,6 +194,16 @@ class Step:
         return tuple(map(place, self.sources))
 
     @functools.cached_property
+    def _given(self) -> tuple[tuple[int, Source], ...]:
+        """The sources that are not the model's, with their indices."""
+        return tuple((i, source) for i, source in enumerate(self.sources) if source.kind not in ("parameter", "buffer"))
+
+    @functools.cached_property
+    def _like_before(self) -> SameTensors:
+        """What was bound last and found right."""
+        return SameTensors()
+
+    @functools.cached_property
     def _shared(self) -> tuple[tuple[int, int], ...]:
         """Pairs of placeholders whose tensors were one storage and count once."""
         first: dict[int, int] = {}
@@ -348,33 +358,42 @@ def bind(step: Step, inputs: Inputs, tangent: Tensor | None = None, *, detached:
     """
     leaves = leaves_like(step.form, inputs)
     step.fingerprint.check()
-    bound: list[Tensor] = []
-    for source, place, want in zip(step.sources, step._places, step._wanted, strict=True):
-        if place is not None:
-            tensor = cast(Tensor, place[0].get(place[1]))
-            if tensor is None:
-                raise InputError(f"{source.name} was removed after the step was captured; capture it again")
-            if tensor.requires_grad != source.trainable:
-                raise InputError(f"{source.name} was frozen or unfrozen after the step was captured; capture it again")
-            if detached:
-                tensor = tensor.detach()
-        elif source.kind == "input":
-            tensor = leaves[source.index]
-            if isinstance(tensor, Tensor) and tensor.requires_grad:
-                raise InputError(f"{source.name} requires a gradient, but inputs get none; give it detached")
+    places = step._places
+    bound: list[Any] = [None if place is None else place[0].get(place[1]) for place in places]
+    for i, source in step._given:
+        if source.kind == "input":
+            bound[i] = leaves[source.index]
         elif source.kind == "constant":
-            tensor = step.constants[source.name]
+            bound[i] = step.constants[source.name]
         elif tangent is None:
-            tensor = torch.ones(want.shape, dtype=want.dtype, device=want.device)
+            want = step._wanted[i]
+            bound[i] = torch.ones(want.shape, dtype=want.dtype, device=want.device)
         else:
-            tensor = tangent
-        want.check(source.name or source.kind, tensor)
-        bound.append(tensor)
+            bound[i] = tangent
+    # Most calls are like the one before, which one quick look tells; one by one they are only looked at to say what differs.
+    if not step._like_before.match(bound):
+        _check_one_by_one(step, bound)
+        step._like_before.remember(bound)
+    if detached:
+        bound = [tensor if place is None else tensor.detach() for place, tensor in zip(places, bound, strict=True)]
     for i, j in step._shared:
         if storage_key(bound[i]) != storage_key(bound[j]):
             names = f"{step.sources[i].name} and {step.sources[j].name}"
             raise InputError(f"{names} shared their memory when the step was captured, and now do not; capture it again")
     return bound
+
+
+def _check_one_by_one(step: Step, bound: list[Any]) -> None:
+    """Refuse what differs from the captured step in a way the graph depends on."""
+    for source, want, tensor in zip(step.sources, step._wanted, bound, strict=True):
+        if source.kind in ("parameter", "buffer"):
+            if tensor is None:
+                raise InputError(f"{source.name} was removed after the step was captured; capture it again")
+            if tensor.requires_grad != source.trainable:
+                raise InputError(f"{source.name} was frozen or unfrozen after the step was captured; capture it again")
+        elif source.kind == "input" and isinstance(tensor, Tensor) and tensor.requires_grad:
+            raise InputError(f"{source.name} requires a gradient, but inputs get none; give it detached")
+        want.check(source.name or source.kind, tensor)
 
 
 def _sources(

@@ -163,7 +163,9 @@ def content_of(box: dict[Any, Any] | list[Any] | set[Any]) -> list[Any]:
 
 def same_content(a: Sequence[Any], b: Sequence[Any]) -> bool:
     """Whether two flat contents have the same entries: the same objects, or equal plain values."""
-    return len(a) == len(b) and all(x is y or same_plain(x, y) for x, y in zip(a, b, strict=True))
+    if len(a) != len(b):
+        return False
+    return all(map(operator.is_, a, b)) or all(x is y or same_plain(x, y) for x, y in zip(a, b, strict=True))
 
 
 def same_plain(a: object, b: object) -> bool:

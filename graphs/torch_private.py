@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 import torch._decomp  # registers the replacements that _eager_kernels takes away
 from torch import Tensor, UntypedStorage, fx, nn
+from torch._C._dynamo.guards import TensorGuards
 from torch._functorch._aot_autograd.descriptors import (
     BufferAOTInput,
     GradAOTOutput,
@@ -53,12 +54,14 @@ __all__ = [
     "FakeTensorMode",
     "Joint",
     "OpOverload",
+    "SameTensors",
     "TorchDispatchMode",
     "TreeSpec",
     "activation_memory_budget",
     "as_if_compiling",
     "changed_inputs",
     "compile_partitioned",
+    "copy_all",
     "in_backward",
     "is_operator",
     "is_traceable_wrapper_subclass",
@@ -94,6 +97,29 @@ def storage_key(tensor: Tensor) -> int:
 def storage_bytes(tensor: Tensor) -> int:
     """Bytes of the whole storage of a tensor."""
     return tensor.untyped_storage().nbytes()
+
+
+class SameTensors:
+    """Whether tensors are like those remembered: class, shape, strides, dtype, device, ``requires_grad``. One call for all.
+
+    A false alarm is possible (under a dispatch mode, say), so what differs is for others to find out.
+    """
+
+    def __init__(self) -> None:
+        self._guards: Any = None
+
+    def remember(self, tensors: Sequence[Tensor]) -> None:
+        """From now on these; they are not kept alive."""
+        self._guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+
+    def match(self, tensors: Sequence[object]) -> bool:
+        """Whether as many tensors, in the same order, are like those remembered."""
+        return self._guards is not None and bool(self._guards.check(*tensors))
+
+
+def copy_all(targets: list[Tensor], contents: list[Tensor]) -> None:
+    """``target.copy_(content)`` for each pair; none may overlap another."""
+    torch._foreach_copy_(targets, contents)
 
 
 def to_fake(tensors: Iterable[Tensor]) -> list[Tensor]:

@@ -85,7 +85,7 @@ class _Recorded:
     places             their addresses
     loss, gradients    what a replay writes
     old                buffers the call changes, each with the memory that has its old content after the call
-    watched            what the backward reads and the caller can reach too, by name
+    names, watched     what the backward reads and the caller can reach too
     forward, backward  replay one half
     repeats            the draws made again in each half
     """
@@ -94,7 +94,8 @@ class _Recorded:
     places: list[int]
     loss: Tensor
     old: list[tuple[Tensor, Tensor]]
-    watched: list[tuple[str, Tensor]]
+    names: tuple[str, ...]
+    watched: list[Tensor]
     gradients: list[Tensor]
     forward: Callable[[], object]
     backward: Callable[[], object]
@@ -107,8 +108,8 @@ class _Pending(Kept):
     starts  seeds and offsets of the generators before the call
     """
 
-    def __init__(self, watched: list[tuple[str, Tensor]], undo: Undo, starts: list[tuple[int, int]]) -> None:
-        super().__init__([], watched, undo)
+    def __init__(self, names: tuple[str, ...], watched: list[Tensor], undo: Undo, starts: list[tuple[int, int]]) -> None:
+        super().__init__([], names, watched, undo)
         self.starts = starts
 
 
@@ -184,7 +185,7 @@ class GraphedModule(PlannedModule):
                 undo.wrote(buffer, old)
             undo.seal()
             loss = recorded.loss.clone()
-        self._pending = _Pending(recorded.watched, undo, starts)
+        self._pending = _Pending(recorded.names, recorded.watched, undo, starts)
         return loss, self._pending
 
     def _run_backward(self, kept: Kept, tangent: Tensor) -> list[Tensor]:
@@ -250,14 +251,11 @@ class GraphedModule(PlannedModule):
     def _capture(self, static: list[Tensor], repeats: tuple[GraphRepeats | None, GraphRepeats | None]) -> _Recorded:
         run_forward, halves = super()._run_forward, self._halves
         buffers: list[Tensor] = []
-        watched_at: list[tuple[str, int]] = []
 
         def forward(given: list[Tensor]) -> list[Tensor]:
             undo = Undo(())  # nobody may look at a generator during a capture
             with repeats_by(repeats[0].recording() if repeats[0] is not None else None):
                 loss, kept = run_forward(given, undo)
-            position = {id(tensor): at for at, tensor in enumerate(kept.given)}
-            watched_at[:] = [(name, position[id(tensor)]) for name, tensor, _ in kept.watched]
             buffers[:] = [buffer for buffer, _ in undo.written]
             return [loss, *kept.given, *(old for _, old in undo.written)]
 
@@ -269,14 +267,15 @@ class GraphedModule(PlannedModule):
         made, replay_forward = self._recorder.capture(forward, list(static), self._drawn_from(repeats[0]))
         old = list(zip(buffers, made[len(made) - len(buffers) :], strict=True))
         loss, *given = made[: len(made) - len(buffers)]
-        watched = [(name, given[at]) for name, at in watched_at]
+        names, places = self._watched
+        watched = [given[i] for i in places]
         if halves.tangent_at is not None:
             at = next(i for i, source in enumerate(self.step.sources) if source.kind == "tangent")
             given[halves.tangent_at] = static[at]
         del made
         gradients, replay_backward = self._recorder.capture(backward, given, self._drawn_from(repeats[1]))
-        places = [tensor.data_ptr() for tensor in static]
-        return _Recorded(static, places, loss, old, watched, gradients, replay_forward, replay_backward, repeats)
+        addresses = [tensor.data_ptr() for tensor in static]
+        return _Recorded(static, addresses, loss, old, names, watched, gradients, replay_forward, replay_backward, repeats)
 
     def _drawn_from(self, repeats: GraphRepeats | None) -> list[torch.Generator]:
         """The generators a half draws from."""

@@ -8,9 +8,9 @@ and there are no free instructions: the generated code says ``x = None``, and re
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, fx, nn
@@ -19,11 +19,11 @@ from graphs.capture import Inputs, Step, bind
 from graphs.errors import InputError
 from graphs.inputs import is_of
 from planner.draws import generators_of, undone_on_failure
-from planner.halves import checked_peak, cut_in_halves, fit_halves
+from planner.halves import Halves, checked_peak, cut_in_halves, fit_halves
 from planner.lowering import Code, placeholders, result_value
 from planner.schedule import Free, Schedule
 from planner.simulate import simulate
-from planner.undo import Undo, version
+from planner.undo import Undo, versions
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +38,20 @@ class StepResult:
     loss: Tensor
     gradients: dict[str, Tensor]
     buffers: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, step: Step, outputs: Sequence[Tensor]) -> Self:
+        """From the tensors that ``step.results`` names, in that order."""
+        loss: Tensor | None = None
+        gradients: dict[str, Tensor] = {}
+        buffers: dict[str, Tensor] = {}
+        for result, tensor in zip(step.results, outputs, strict=True):
+            if result.kind == "loss":
+                loss = tensor
+            else:
+                (gradients if result.kind == "gradient" else buffers)[result.name] = tensor
+        assert loss is not None
+        return cls(loss, gradients, buffers)
 
     @torch.no_grad()
     def write_buffers(self, model: nn.Module) -> None:
@@ -89,17 +103,7 @@ class PlannedStep:
         """
         bound = bind(self.step, inputs, self._tangent if tangent is None else tangent)
         with as_captured(self.step), undone_on_failure(self._generators):
-            outputs = self.module.forward(bound)
-            loss: Tensor | None = None
-            gradients: dict[str, Tensor] = {}
-            buffers: dict[str, Tensor] = {}
-            for result, tensor in zip(self.step.results, outputs, strict=True):
-                if result.kind == "loss":
-                    loss = tensor
-                else:
-                    (gradients if result.kind == "gradient" else buffers)[result.name] = tensor
-            assert loss is not None
-            return StepResult(loss, gradients, buffers)
+            return StepResult.of(self.step, self.module.forward(bound))
 
 
 def run_step(step: Step, schedule: Schedule, inputs: Inputs) -> StepResult:
@@ -137,10 +141,18 @@ class PlannedModule(nn.Module):
         # The new buffers are written once the loss is there, so none may be given up before and made again.
         early = {result_value(step, i) for i, result in enumerate(step.results) if result.kind != "gradient"}
         schedule = tuple(s for s in schedule if not (isinstance(s, Free) and s.value in early))
-        self._halves, self.peak_bytes, self._room = fit_halves(step, schedule, budget_bytes, cut_in_halves(step, schedule))
+        cut = cut_in_halves(step, schedule)
+        self._halves, self.peak_bytes, room_bytes = fit_halves(step, schedule, budget_bytes, cut)
+        sources = placeholders(step)
+        sizes = [step.graph.values[step.value_of[sources[buffer.source]]].size_bytes for buffer in cut.buffers]
+        self._room_for_one = room_bytes >= max(sizes, default=0)
+        # What shares memory with something else is written one by one, in order.
+        self._room_for_all = 0 < sum(sizes) <= room_bytes and not any(b.cloned for b in cut.buffers)
+        self._watched = _watched(step, self._halves)
         index = {(source.kind, source.name): i for i, source in enumerate(step.sources)}
         self._trained = tuple(index["parameter", result.name] for result in step.results if result.kind == "gradient")
         self._generators = generators_of(step)
+        self._tangents = tuple(i for i, source in enumerate(step.sources) if source.kind == "tangent")
         self._no_tangent = torch.empty(0)
         self._built = True
 
@@ -153,9 +165,8 @@ class PlannedModule(nn.Module):
         if self.step.modes[0] and not self.step.model.training:
             return self.step.model(*args, **kwargs)
         bound = bind(self.step, inputs_of_call(self.step, args, kwargs), detached=False)
-        for i, source in enumerate(self.step.sources):
-            if source.kind == "tangent":
-                bound[i] = self._no_tangent  # autograd brings the real one, and one is all the plan counts
+        for i in self._tangents:
+            bound[i] = self._no_tangent  # autograd brings the real one, and one is all the plan counts
         undo = Undo(self._generators)
         try:
             if not torch.is_grad_enabled():
@@ -174,28 +185,30 @@ class PlannedModule(nn.Module):
             given = outputs[1 + len(halves.buffers) :] + [bound[i] for i in halves.backward_reads]
             contents = outputs[len(halves.buffers) : 0 : -1]
             del outputs
-            watched = {at: self.step.sources[i].name for at, i in enumerate(halves.backward_reads, len(halves.handed))}
-            for buffer in halves.buffers:
-                place, new = bound[buffer.source], contents.pop()
+            places = [bound[buffer.source] for buffer in halves.buffers]
+            copies = undo.replace_all(places, contents[::-1]) if self._room_for_all else None
+            for i, buffer in enumerate(halves.buffers):
+                place, new = places[i], contents.pop()
                 if buffer.new_at is not None and not buffer.cloned:  # the backward takes the new content from the buffer
                     given[buffer.new_at] = place
-                    watched[buffer.new_at] = self.step.sources[buffer.source].name
-                old = undo.replace(place, new) if buffer.cloned or self._room else undo.exchange(place, new)
+                if copies is not None:
+                    old = copies[i]
+                else:
+                    old = undo.replace(place, new) if buffer.cloned or self._room_for_one else undo.exchange(place, new)
                 del new
                 if buffer.old_at is not None:
                     given[buffer.old_at] = old
-                    del watched[buffer.old_at]
-            if halves.loss_at is not None:
-                watched[halves.loss_at] = "the loss"
             undo.seal()
-        return loss.detach(), Kept(given, [(name, given[at]) for at, name in watched.items()], undo)
+        names, at = self._watched
+        return loss.detach(), Kept(given, names, [given[i] for i in at], undo)
 
     def _run_backward(self, kept: Kept, tangent: Tensor) -> list[Tensor]:
         """Run the second half: the gradients."""
         given = kept.release()
         if self._halves.tangent_at is not None:
             given[self._halves.tangent_at] = tangent
-        with as_captured(self.step), undone_on_failure(self._generators):
+        undone = undone_on_failure(self._generators) if self._generators else _NOTHING
+        with as_captured(self.step), undone:
             gradients: list[Tensor] = self._halves.backward.forward(given)
             return gradients
 
@@ -301,21 +314,24 @@ class _Train(torch.autograd.Function):
 class Kept:
     """What the second half needs, from the end of the first until it starts.
 
-    given    all of it, in the order of the second half
-    watched  what in it the caller can reach too, with its name: nobody may change it in the meantime
-    undo     takes the call back
+    given           all of it, in the order of the second half
+    names, watched  what in it the caller can reach too: nobody may change it in the meantime
+    undo            takes the call back
     """
 
-    def __init__(self, given: list[Tensor], watched: list[tuple[str, Tensor]], undo: Undo) -> None:
+    def __init__(self, given: list[Tensor], names: tuple[str, ...], watched: list[Tensor], undo: Undo) -> None:
         self.given = given
         self.undo = undo
-        self.watched = [(name, tensor, version(tensor)) for name, tensor in watched]
+        self.names = names
+        self.watched = watched
+        self._versions = versions(watched)
 
     def release(self) -> list[Tensor]:
         """Everything, for one use; nothing stays here. Raises InputError where something was changed in place."""
-        for name, tensor, then in self.watched:
-            if version(tensor) != then:
-                raise InputError(f"{name} was changed in place after the forward, but backward reads it; run the forward again")
+        now = versions(self.watched)
+        if now != self._versions:
+            name = next(n for n, a, b in zip(self.names, now, self._versions, strict=True) if a != b)
+            raise InputError(f"{name} was changed in place after the forward, but backward reads it; run the forward again")
         given, self.given, self.watched = self.given, [], []
         return given
 
@@ -346,9 +362,31 @@ def unit_tangent(step: Step) -> Tensor | None:
     return None
 
 
-@contextlib.contextmanager
-def as_captured(step: Step) -> Iterator[None]:
+def _watched(step: Step, halves: Halves) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """What the second half takes that the caller can reach too: names, and places among what it takes."""
+    watched = {at: step.sources[i].name for at, i in enumerate(halves.backward_reads, len(halves.handed))}
+    for buffer in halves.buffers:
+        if buffer.new_at is not None and not buffer.cloned:
+            watched[buffer.new_at] = step.sources[buffer.source].name
+        if buffer.old_at is not None:
+            del watched[buffer.old_at]
+    if halves.loss_at is not None:
+        watched[halves.loss_at] = "the loss"
+    return tuple(watched.values()), tuple(watched)
+
+
+_NOTHING = contextlib.nullcontext()
+
+
+def as_captured(step: Step) -> contextlib.AbstractContextManager[None]:
     """No gradients, and no autocast on top of the casts that are in the graph."""
+    if torch.is_grad_enabled() or torch.is_autocast_enabled(step.device.type):
+        return _plainly(step)
+    return _NOTHING  # as in most calls: autograd has seen to it
+
+
+@contextlib.contextmanager
+def _plainly(step: Step) -> Iterator[None]:
     with torch.no_grad():
         if torch.is_autocast_enabled(step.device.type):
             with torch.autocast(step.device.type, enabled=False):

@@ -179,9 +179,9 @@ def checked_peak(step: Step, schedule: Schedule, budget_bytes: int | None) -> in
     return trace.peak_bytes
 
 
-def fit_halves(step: Step, schedule: Schedule, budget_bytes: int, halves: Halves) -> tuple[Halves, int, bool]:
-    """The halves of a schedule that keeps its early results, their peak, and whether there is room at the end of the first for a
-    copy of one more buffer at a time.
+def fit_halves(step: Step, schedule: Schedule, budget_bytes: int, halves: Halves) -> tuple[Halves, int, int]:
+    """The halves of a schedule that keeps its early results, their peak, and how many bytes there is room for at the end of the
+    first.
 
     The old content of a buffer is kept until the backward is done, in the place of its new one, so that a step can be taken back.
     Buffers with a further copy (``cloned``) count; where the budget allows it, those are all whose new content the backward
@@ -210,8 +210,7 @@ def fit_halves(step: Step, schedule: Schedule, budget_bytes: int, halves: Halves
             budget_bytes,
             f"a call keeps the loss and the new buffers until its end; plan for {memory[worst] - budget_bytes:,} bytes less",
         )
-    largest = max((step.graph.values[step.value_of[sources[b.source]]].size_bytes for b in buffers), default=0)
-    return replace(halves, buffers=tuple(buffers)), memory[worst], memory[start] + largest <= memory[worst]
+    return replace(halves, buffers=tuple(buffers)), memory[worst], memory[worst] - memory[start] if memory else 0
 
 
 def _op_at(step: Step, schedule: Schedule, at: int) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from graphs.torch_private import copy_all
+
 
 class Undo:
     """Takes back draws and new buffers.
@@ -19,13 +21,20 @@ class Undo:
         self._after: list[Tensor] | None = None
         self._copied: list[tuple[Tensor, Tensor]] = []  # buffers and their old content
         self._swapped: list[tuple[Tensor, Tensor, int]] = []  # the same, and the sum of their versions before
-        self._sealed: dict[int, int] | None = None  # version of each buffer at the end of the call
+        self._sealed: tuple[list[int], list[int]] | None = None  # versions of both kinds of buffers at the end of the call
 
     def replace(self, buffer: Tensor, new: Tensor) -> Tensor:
         """Write ``new`` into a buffer; returns a copy of its old content."""
         old = buffer.clone()
         self._copied.append((buffer, old))
         buffer.copy_(new)
+        return old
+
+    def replace_all(self, buffers: list[Tensor], new: list[Tensor]) -> list[Tensor]:
+        """``replace`` for buffers that do not overlap, at once: with all copies in memory beside what is new."""
+        old = [buffer.clone() for buffer in buffers]
+        self._copied += zip(buffers, old, strict=True)
+        copy_all(buffers, new)
         return old
 
     def exchange(self, buffer: Tensor, new: Tensor) -> Tensor:
@@ -50,17 +59,17 @@ class Undo:
     def seal(self) -> None:
         """The call is done."""
         self._after = [generator.get_state() for generator in self._generators]
-        self._sealed = {id(b): version(b) for b in [*(b for b, _ in self._copied), *(b for b, _, _ in self._swapped)]}
+        self._sealed = versions([b for b, _ in self._copied]), versions([b for b, _, _ in self._swapped])
 
     @torch.no_grad()
     def undo(self) -> None:
         """Make everything as before the call."""
-        for buffer, old in self._copied:
-            if self._sealed is None or self._sealed[id(buffer)] == version(buffer):
+        for i, (buffer, old) in enumerate(self._copied):
+            if self._sealed is None or self._sealed[0][i] == version(buffer):
                 buffer.copy_(old)
-        for a, b, start in self._swapped:
+        for i, (a, b, start) in enumerate(self._swapped):
             if self._sealed is not None:
-                if self._sealed[id(a)] == version(a):
+                if self._sealed[1][i] == version(a):
                     a.copy_(b)
                 continue
             done = version(a) + version(b) - start  # how many of the three steps
@@ -78,6 +87,14 @@ class Undo:
 def version(tensor: Tensor) -> int:
     """How often a tensor was written to; -1 where nobody counts."""
     return -1 if tensor.is_inference() else tensor._version
+
+
+def versions(tensors: list[Tensor]) -> list[int]:
+    """``version`` of each."""
+    try:
+        return [tensor._version for tensor in tensors]
+    except RuntimeError:  # of an inference tensor
+        return [version(tensor) for tensor in tensors]
 
 
 def _words(tensor: Tensor) -> Tensor:

@@ -936,3 +936,46 @@ def test_bind_reads_the_model_as_it_is_now():
         after = answer_of(step, step.module(*bind(step, case.inputs)))
     assert_same(after, plain_answer(case))
     assert not torch.equal(before.loss, after.loss)
+
+
+def test_a_call_that_differs_from_the_one_before_is_looked_at_again() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    x, y = torch.randn(6, 4), torch.randn(6, 4)
+    step = capture(model, (x, y), loss=F.mse_loss)
+    weight = model[0].weight
+
+    def bind_twice() -> None:
+        for _ in range(2):
+            assert [t.shape for t in bind(step, (x, y))] == [
+                n.meta["val"].shape for n in step.module.graph.find_nodes(op="placeholder")
+            ]
+
+    bind_twice()
+    for wrong, words in (
+        ((x[:5], y), r"shape \(5, 4\)"),
+        ((x.double(), y), "dtype"),
+        ((x.clone().requires_grad_(), y), "requires a gradient"),
+        ((x.to("meta"), y), "is on meta"),
+        ((x.t().contiguous().t(), y), "strides"),
+    ):
+        with pytest.raises(InputError, match=words):
+            bind(step, wrong)
+        bind_twice()
+    weight.requires_grad_(False)
+    with pytest.raises(InputError, match="frozen or unfrozen"):
+        bind(step, (x, y))
+    weight.requires_grad_(True)
+    before, weight.data = weight.data, torch.zeros(4, 5)
+    with pytest.raises(InputError, match=r"0\.weight has shape \(4, 5\)"):
+        bind(step, (x, y))
+    weight.data = before.double()
+    with pytest.raises(InputError, match=r"0\.weight has dtype"):
+        bind(step, (x, y))
+    weight.data = before
+    bind_twice()
+    model[0].weight = nn.Parameter(torch.ones(4, 4))
+    bind_twice()
+    assert any(t.equal(torch.ones(4, 4)) for t in bind(step, (x, y)))
+    model[1].running_mean = None
+    with pytest.raises(InputError, match="running_mean"):
+        bind(step, (x, y))

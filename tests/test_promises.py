@@ -138,7 +138,7 @@ def test_every_budget_of_every_workload(name: str, monkeypatch: pytest.MonkeyPat
     for share in BUDGETS:
         budget_bytes = least_bytes + int(share * (most_bytes - least_bytes))
         planned = plan(step, budget_bytes, gap=0.02, time_limit_s=0.3, start=start)
-        assert planned.schedule is not None
+        assert planned.schedule is not None and planned.peak_bytes is not None
         module = planned.module()
 
         def call(module: nn.Module = module) -> Tensor:
