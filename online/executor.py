@@ -88,16 +88,7 @@ class Execution(contextlib.AbstractContextManager["Execution"]):
 
     def outcome(self) -> Outcome:
         """Loss, gradients and buffers, once everything has run."""
-        loss: Tensor | None = None
-        gradients: dict[str, Tensor] = {}
-        buffers: dict[str, Tensor] = {}
-        for result, tensor in zip(self._step.results, self._code.results(self._store), strict=True):
-            if result.kind == "loss":
-                loss = tensor
-            else:
-                (gradients if result.kind == "gradient" else buffers)[result.name] = tensor
-        assert loss is not None
-        return Outcome(loss, gradients, buffers)
+        return Outcome.of(self._step, self._code.results(self._store))
 
 
 class _Code:
