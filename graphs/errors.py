@@ -75,3 +75,10 @@ class BudgetExceeded(BeladyError):
         self.op = op
         self.asked_bytes = asked_bytes
         self.budget_bytes = budget_bytes
+
+
+def check_positive(**given: object) -> None:
+    """Refuse what is no positive integer, by its name. Raises InputError."""
+    for name, number in given.items():
+        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+            raise InputError(f"{name} must be a positive integer, not {number!r}")

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from graphs.errors import InputError
+from graphs.errors import InputError, check_positive
 from graphs.torch_private import tree_map_only
 
 Built = tuple[nn.Module, Any, Callable[..., Tensor] | None]
@@ -124,10 +124,9 @@ def load_workload(
 
 def _asked(**sizes: int | None) -> dict[str, int]:
     """The sizes that are given. Raises InputError for one that is not a positive integer."""
-    for what, number in sizes.items():
-        if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 1):
-            raise InputError(f"{what} must be a positive integer, not {number!r}")
-    return {what: number for what, number in sizes.items() if number is not None}
+    given = {what: number for what, number in sizes.items() if number is not None}
+    check_positive(**given)
+    return given
 
 
 def _device(device: torch.device | str | None) -> torch.device:

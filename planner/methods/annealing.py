@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from graphs.errors import InputError
+from graphs.errors import check_positive
 from graphs.ir import Graph
 from planner.annealing import Annealer, useful
 from planner.incumbent import Incumbent
@@ -48,8 +48,7 @@ def solve(
 
     Unless the time limit matters, the same arguments give the same plan. Raises InputError for a number of moves below 1.
     """
-    if isinstance(moves, bool) or not isinstance(moves, int) or moves < 1:
-        raise InputError(f"moves must be an integer at least 1, not {moves!r}")
+    check_positive(moves=moves)
     search = Incumbent(graph, budget_bytes, gap, time_limit_s, progress)
     if not search.hopeless():
         try:

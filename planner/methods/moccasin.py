@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from graphs.errors import InputError
+from graphs.errors import InputError, check_positive
 from graphs.ir import Graph
 from planner import cp_sat
 from planner.cp_sat import Outcome
@@ -93,9 +93,7 @@ def solve(
 
 
 def _check(copies: int | None, workers: int | None, **given: str) -> None:
-    for name, number in (("copies", copies), ("workers", workers)):
-        if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
-            raise InputError(f"{name} must be an integer at least 1, or None, not {number!r}")
+    check_positive(**{name: number for name, number in (("copies", copies), ("workers", workers)) if number is not None})
     if workers is not None and workers > MOST_WORKERS:
         raise InputError(f"workers must be at most {MOST_WORKERS:,}, not {workers:,}")
     for name, choice in given.items():

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from graphs.errors import InputError
+from graphs.errors import check_positive
 from graphs.ir import Graph
 from planner.block_chain import block_schedule
 from planner.chain_dp import SLOTS
@@ -40,9 +40,7 @@ def solve(
     peaks, saves  budgets for each block: of its peak, and of what it holds between forward and backward pass
     slots         memory units of the dynamic program at most
     """
-    for name, number in (("peaks", peaks), ("saves", saves), ("slots", slots)):
-        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-            raise InputError(f"{name} must be a positive integer, not {number!r}")
+    check_positive(peaks=peaks, saves=saves, slots=slots)
     search = Incumbent(graph, budget_bytes, gap, time_limit_s)
     if not search.hopeless():
         try:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from graphs.errors import InputError
+from graphs.errors import check_positive
 from graphs.ir import Graph
 from planner.chain_dp import SLOTS, ChainProgram, Way, solve_chain
 from planner.chains import chain_of_ops
@@ -39,8 +39,7 @@ def solve(
     Schedules that the rounding forbids but that fit are found too, where a budget of up to one unit more a stage gives them.
     Raises InputError naming the op where the graph is not a chain.
     """
-    if isinstance(slots, bool) or not isinstance(slots, int) or slots < 1:
-        raise InputError(f"slots must be a positive integer, not {slots!r}")
+    check_positive(slots=slots)
     search = Incumbent(graph, budget_bytes, gap, time_limit_s)
     chain = chain_of_ops(graph)
     program = ChainProgram(chain, [[Way(stage.forward, stage.backward)] for stage in chain.stages])
