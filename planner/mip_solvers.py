@@ -34,6 +34,7 @@ PULP_NAMES = {
 }
 CBC = ("cbc", "PULP_CBC_CMD", "COIN_CMD")
 MATH_OPT = {"highs": "SOLVER_TYPE_HIGHS", "scip": "SOLVER_TYPE_GSCIP"}
+CBC_SEED = 1_234_567  # stands for a seed of 0, which CBC takes for the time of day
 DEFAULT_GAP = 1e-4  # relative, of a solver that cannot be told another
 GRACE_S, GRACE_SHARE = 0.15, 0.03  # how much longer than its limit a solver may take before it is told to stop
 LOOSE = 1e-4  # the tolerance to which other solvers' solutions are checked; theirs is between 1e-6 and 1e-5 in their own scaling
@@ -173,7 +174,8 @@ class _Cbc:
         folder = Path(self._folder.name)
         write_mps(self._milp, folder / "model.mps")
         command = [self._path, "model.mps", "-timeMode", "elapsed", "-ratio", "0", "-allow", repr(self._gap)]
-        command += ["-randomSeed", str(self._seed), "-randomCbcSeed", str(self._seed)]
+        seed = str(self._seed or CBC_SEED)
+        command += ["-randomSeed", seed, "-randomCbcSeed", seed]
         if self._start is not None:
             write_start(self._milp, self._start, folder / "start.sol")
             command += ["-mips", "start.sol"]

@@ -1,6 +1,7 @@
 """Checkmate's LP and its rounding: LP <= MILP <= rounding, and every schedule within the budget."""
 
 import itertools
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from random import Random
@@ -15,6 +16,7 @@ from planner import Plan, Status, keep_all, simulate, solve
 from planner.bounds import smallest_known
 from planner.checkmate_model import checkmate_model, walk
 from planner.methods.checkmate_lp import ROUNDINGS, THRESHOLDS
+from planner.mip_solvers import minimise
 from planner.schedule import with_frees
 from tests.oracles import least_time
 from tests.strategies import random_budget, random_graph
@@ -134,6 +136,16 @@ def test_draws_give_schedules_too() -> None:
 def test_same_arguments_same_plan(training: tuple[Graph, int], plans: dict[str, Plan]) -> None:
     again = solve(*training, method="checkmate_lp", gap=0.0, seed=1)
     assert again.schedule == plans["both"].schedule and again.notes == plans["both"].notes
+
+
+def test_seed_0_is_a_seed_like_others() -> None:
+    """CBC would take it for the time of day, in seconds. This LP has many optimal solutions."""
+    model = checkmate_model(chain(8), 5, integer=False)
+    answers = []
+    for _ in range(3):
+        answers.append(minimise(model.milp, solver="cbc", time_limit_s=60, seed=0).values)
+        time.sleep(1.1)
+    assert answers[0] is not None and answers == answers[:1] * 3
 
 
 def test_search_of_allowances_is_no_worse_than_none_and_the_published(
