@@ -45,7 +45,7 @@ from online.runtime import Failure, Run, RunStatus, rule
 from planner.budget import resolve_budget
 from planner.draws import generator_state, repeat_draw
 from planner.schedule import Compute, Free, Schedule
-from planner.simulate import Trace, simulate
+from planner.simulate import simulate
 
 Holding = Tensor | nn.Module | torch.optim.Optimizer | Mapping[Any, Any] | Iterable[Any]
 
@@ -291,7 +291,7 @@ class _Surprise(Exception):
 class _Kind:
     """What is true of every call of an operator.
 
-    name     for people and reports
+    name     for people and reports; kind: with the overload
     looks    makes nothing but views and numbers
     written  places of arguments it writes to (a name where it is given by keyword)
     scratch  places of arguments it writes to although what it returns does not depend on them
@@ -301,9 +301,11 @@ class _Kind:
     moves    puts a tensor on another storage or changes the size of one
     """
 
-    __slots__ = ("acts", "gives_back", "looks", "moves", "name", "random", "scratch", "written")
+    __slots__ = ("acts", "func", "gives_back", "kind", "looks", "moves", "name", "random", "scratch", "written")
 
     def __init__(self, func: Any) -> None:
+        self.func = func  # so that its id is not given again
+        self.kind = str(func)
         schema = func._schema
         packet = func.name().partition(".")[0]
         self.name = packet.replace("::", ".")
@@ -336,9 +338,25 @@ _BATCH_NORMS = frozenset(
 )
 
 
-@functools.cache
+_kinds: dict[int, _Kind] = {}  # by id: operators hash slowly
+
+
 def _kind(func: Any) -> _Kind:
-    return _Kind(func)
+    kind = _kinds.get(id(func))
+    if kind is None:
+        kind = _kinds[id(func)] = _Kind(func)
+    return kind
+
+
+class _Given(_Kind):
+    """An input, as if an operator had made it."""
+
+    def __init__(self) -> None:
+        self.name = self.kind = "input"
+        self.random = False
+
+
+_GIVEN = _Given()
 
 
 # What an op makes, and what it costs, without running it.
@@ -417,7 +435,7 @@ def _described(device: torch.device) -> DeviceDescription:
     return max(fitting, key=lambda each: len(each.words), default=DEVICES["t4"])
 
 
-_Entry = tuple[str, str, tuple[int, ...], bool, bool, bool]  # name, kind, inputs; random, acts on the world, in the backward
+_Entry = tuple[_Kind, tuple[int, ...], bool, bool]  # kind, inputs; acts on the world, in the backward
 
 
 class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
@@ -453,9 +471,7 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
         self._result: Any = None
         self._made: list[UntypedStorage] = []
         self._wall_s = 0.0
-        self._graph: Graph | None = None
-        self._schedule: Schedule = ()
-        self._trace: Trace | None = None
+        self._alive: list[int] | None = None  # storages of the engine that are in memory at the end; None: not there yet
         self._failure: Failure | None = None
         self._thrashed = False
         engine.kept = set()
@@ -466,7 +482,7 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
     def __enter__(self) -> EagerRun:
         if _UNDER_WAY:
             raise InputError("a block under a budget cannot hold another one")
-        if self._graph is not None:
+        if self._alive is not None:
             raise InputError("this run is over; call budget() again for another one")
         _UNDER_WAY.append(self)
         try:
@@ -499,8 +515,8 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
 
     @property
     def peak_bytes(self) -> int:
-        """Most bytes in memory at once so far; after the block, what ``simulate`` says."""
-        return self._engine.peak_bytes if self._trace is None else self._trace.peak_bytes
+        """Most bytes in memory at once so far; after the block, those of ``schedule``."""
+        return self._engine.peak_bytes
 
     @property
     def live_bytes(self) -> int:
@@ -511,20 +527,17 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
     @property
     def graph(self) -> Graph:
         """What the block computed. InputError while it is under way."""
-        if self._graph is None:
-            raise InputError("the block is still under way; its graph is complete afterwards")
-        return self._graph
+        return self._recorded[0]
 
     @property
     def schedule(self) -> Schedule:
         """Every compute and free in time order, a schedule of ``graph``."""
-        assert self.graph
-        return self._schedule
+        return self._recorded[1]
 
     def record(self) -> Run:
         """The run as one of ``online.run``: to compare, to plan from, to write as a row."""
-        trace, graph = self._trace, self.graph
-        assert trace is not None
+        graph, schedule = self._recorded
+        trace = simulate(graph, schedule)
         limit = trace.peak_bytes if self.budget_bytes is None else self.budget_bytes
         status = RunStatus.COMPLETED
         if self._failure is not None or self._thrashed:
@@ -538,7 +551,7 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
             self._engine.reclaim,
             self.seed,
             status,
-            self._schedule,
+            schedule,
             trace.time_ns if completed else None,
             trace.peak_bytes if completed else None,
             self._engine.counters,
@@ -556,7 +569,7 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
         if kind.looks:
             return self._look(func, args, kwargs)
         read: list[_Content] = []
-        key: list[Any] = [func]
+        key: list[Any] = [kind]
         views = self._described(args, read, key), {name: self._described(a, read, key) for name, a in kwargs.items()}
         if kind.moves:
             for content in read:
@@ -573,8 +586,9 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
             sizes = _sizes_of.get(full)
             if sizes is None:
                 sizes = _foreseen(func, args, kwargs)
+                if sizes is not None:
+                    _remember(full, sizes)
             if sizes == () and not written and not kind.acts:
-                _remember(full, ())
                 return self._look(func, args, kwargs)
 
         for content in scratch:  # it is written to, so what was computed from it before cannot be made again
@@ -613,10 +627,10 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
             first = args[0] if args and isinstance(args[0], Tensor) else None
             if first is not None and kind.name in _BOUNDS:
                 sizes = (_BOUNDS[kind.name](first),)
-        before = tuple(content.size_bytes for content in written)
-        copies_bytes = sum(content.size_bytes for content in scratch)
+        before = tuple([content.size_bytes for content in written]) if written else ()
+        copies_bytes = sum([content.size_bytes for content in scratch]) if scratch else 0
         surprise: _Surprise | None = None
-        entry = kind.name, str(func), tuple(c.number for c in inputs), kind.random, recipe is None, in_backward()
+        entry = kind, tuple([c.number for c in inputs]), recipe is None, in_backward()
         if sizes is not None:
             op, outs = self._declare(entry, reads, before + sizes, copies_bytes)
             self._running = op, func, args, kwargs, sizes, key
@@ -637,8 +651,8 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
             sizes = tuple(map(_counted_bytes, self._made))
             op, outs = self._declare(entry, reads, before + sizes, copies_bytes)
             self._engine_call(op, kind.name)
+            _remember(key, sizes)
         assert sizes is not None
-        _remember(key, sizes)
         result, made, self._result, self._made = self._result, self._made, None, []
         self._bind(op, outs, written, made, recipe)
         if recipe is not None:
@@ -826,7 +840,7 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
                 assert self.budget_bytes is not None
                 raise BudgetExceeded("what is there from the start", engine.used_bytes, self.budget_bytes)
         else:
-            op, outs = self._declare(("input", "input", (), False, True, in_backward()), [], (size,))
+            op, outs = self._declare((_GIVEN, (), True, in_backward()), [], (size,))
             self._engine_call(op, "an input")
             content = _Content(outs[0], engine.first_output(op), size, None, self._unread)
             engine.hold(content.tensor)
@@ -950,16 +964,19 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
                 problem = error
                 engine.budget_bytes = engine.limit_ns = float("inf")
                 self._keep(content, "what the block leaves alive")
-        self._write_down([c.number for c in alive])
+        self._alive = [c.number for c in alive]
         self._contents.clear()
         self._seen_modules.clear()
         self._bury()
         if problem is not None:
             raise problem
 
-    def _write_down(self, alive: list[int]) -> None:
-        """Graph and schedule, with storages and ops numbered without gaps."""
-        engine = self._engine
+    @functools.cached_property
+    def _recorded(self) -> tuple[Graph, Schedule]:
+        """Graph and schedule, with storages and ops numbered without gaps. Written when somebody asks: a training loop does not."""
+        engine, alive = self._engine, self._alive
+        if alive is None:
+            raise InputError("the block is still under way; its graph is complete afterwards")
         ran = {step for step in engine.steps if step >= 0}
         log = [(op, *entry) for op, entry in enumerate(self._log) if op in ran]
         made = [s for _, _, outs in log for s in outs]
@@ -967,20 +984,22 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
         ops = {op: i for i, (op, _, _) in enumerate(log)}
         values = [Value(f"resident_{v}", engine.size_bytes[s]) for v, s in enumerate(self._resident)]
         listed = []
-        for op, (name, kind, inputs, random, acts, backward), outs in log:
+        for op, (kind, inputs, acts, backward), outs in log:
             time_ns, workspace_bytes = engine.cost(op)
-            name = f"{name.removeprefix('aten.')}_{ops[op]}"
+            name = f"{kind.name.removeprefix('aten.')}_{ops[op]}"
             values += [Value(name, engine.size_bytes[s]) for s in outs]
             reads, makes = tuple(map(numbers.__getitem__, inputs)), tuple(map(numbers.__getitem__, outs))
             listed.append(
-                Op(name, reads, makes, time_ns, workspace_bytes, kind=kind, random=random, effect=acts, backward=backward)
+                Op(
+                    name, reads, makes, time_ns, workspace_bytes,
+                    kind=kind.kind, random=kind.random, effect=acts, backward=backward,
+                )  # fmt: skip
             )
         resident = frozenset(numbers[s] for s in self._resident)
         outputs = frozenset(numbers[s] for s in alive) - resident
-        self._graph = Graph("eager", tuple(listed), tuple(values), resident, outputs)
+        graph = Graph("eager", tuple(listed), tuple(values), resident, outputs)
         steps = (Compute(ops[step]) if step >= 0 else Free(numbers[-1 - step]) for step in engine.steps)
-        self._schedule = tuple(steps)
-        self._trace = simulate(self._graph, self._schedule)
+        return graph, tuple(steps)
 
 
 def _device_of(args: Any, kwargs: Any) -> torch.device:
