@@ -39,6 +39,8 @@ class Heuristic:
     holes      the free bytes beside a storage count as its own; needs addresses
     by_program only first runs are accesses, and staleness is the time of first runs since then: rebuilding something does not
                make it fresh, nor everything else stale
+    capped     staleness counts up to the median of the pool's: it tells what may be wanted soon from the rest, and among the
+               rest what is cheapest goes, however old. Known next uses are not capped
     window     evict the cheapest range of addresses that is large enough, by the sum of scores; needs an arena
     """
 
@@ -49,13 +51,15 @@ class Heuristic:
     holes: bool = False
     window: bool = False
     by_program: bool = False
+    capped: bool = False
 
-    def score(self, local_ns: int, neighborhood_ns: int, size_bytes: int, stale_ns: int) -> float:
+    def score(self, local_ns: int, neighborhood_ns: int, size_bytes: int, stale_ns: float) -> float:
         """Score of one storage; smallest goes.
 
         local_ns         c0: time of the ops that made views of it
-        neighborhood_ns  the sum over e* that ``cost`` speaks of; 0 where it speaks of none; "demand": the product, c0 in it
-        stale_ns         clock now minus clock at the last access
+        neighborhood_ns  the sum over e* that ``cost`` speaks of; 0 where it speaks of none; "demand": the product, c0 in it, as
+                         ``Demand.cost_ns`` has it
+        stale_ns         clock now minus clock at the last access; where it is capped, not above the cap
         """
         above = 1 if self.cost == "none" else neighborhood_ns + (0 if self.cost == "demand" else local_ns)
         below = (size_bytes if self.size else 1) * (stale_ns if self.staleness else 1)
@@ -71,7 +75,7 @@ HEURISTICS = {
     "msps": Heuristic("ancestors", size=True, staleness=False),  # after Capuchin
     "e_star": Heuristic("neighborhood", size=True, staleness=False),  # |e*| + 1 where costs and sizes are 1 (Theorem 3.1)
     "random": Heuristic("none", size=False, staleness=False, random=True),
-    "demand": Heuristic("demand", size=True, staleness=True, by_program=True),  # ours
+    "demand": Heuristic("demand", size=True, staleness=True, by_program=True, capped=True),  # ours
 }
 
 # Rules that look at addresses. Coop leaves the size to the window; DTE is MegTaiChi's, as Coop's authors have it.
@@ -291,6 +295,8 @@ class Pool:
         with np.errstate(divide="ignore", invalid="ignore"):
             if heuristic.staleness:
                 np.subtract(-float(self.now) if self._next_use else float(clock), self._accessed[:used], out=weight)
+                if heuristic.capped and not self._next_use:
+                    np.minimum(weight, np.median(weight[barrier == 0.0]), out=weight)
                 if heuristic.size:
                     np.multiply(weight, self._size[:used], out=weight)
             else:

@@ -144,14 +144,18 @@ class Exact:
 class Demand:
     """What losing a storage costs those that want it. Not from the DTR paper.
 
-    (c0(S) + sum over the ancestor half of e*) * n, with n the number of wanted values that would be rebuilt through S: S itself
-    unless the program has dropped it, and the nearest evicted ones below it that are not dropped, reached through evicted and
-    dropped ones only. So a dropped storage that no evicted value needs is worth nothing.
+    n is the number of wanted values that would be rebuilt through S: S itself unless the program has dropped it, and the nearest
+    evicted ones below it that are not dropped, reached through evicted and dropped ones only. If each rebuild stood alone, losing
+    S would cost (c0(S) + sum over the ancestor half of e*) * n. If all shared what they make, it would cost S and its dropped
+    ancestors once: the wanted ones are rebuilt for their own sake. Half of both extremes, in every part:
+
+        (c0(S) + sum over dropped ancestors + 1/2 sum over wanted ancestors) * (n + 1) / 2        0 where n is 0
+
+    So a dropped storage that no evicted value needs is worth nothing.
     """
 
     def __init__(self, relations: Relations) -> None:
         self.relations = relations
-        self._ancestors = Exact(relations, descendants=False)
         self.visits = 0
         self._seen: list[int] = []
         self._walk = 0
@@ -179,27 +183,39 @@ class Demand:
         return found
 
     def cost_ns(self, s: int, enough: float) -> tuple[int, bool]:
-        """The whole product, c0 included; always exact."""
+        """The whole product, c0 included, times 4 so that it is whole; always exact."""
         relations = self.relations
-        evicted, dropped, dependents = relations.evicted, relations.dropped, relations.dependents
+        evicted, dropped, dependents, deps, cost = (
+            relations.evicted, relations.dropped, relations.dependents, relations.deps, relations.cost_ns,
+        )  # fmt: skip
         wanting = 0 if dropped[s] else 1
+        visits = 0
         seen, walk = self._new_walk()
         stack = [s]
         while stack:
             for u in dependents[stack.pop()]:
                 if evicted[u] and seen[u] != walk:
                     seen[u] = walk
-                    self.visits += 1
+                    visits += 1
                     if dropped[u]:
                         stack.append(u)
                     else:
                         wanting += 1
-        if not wanting:
-            return 0, True
-        before = self._ancestors.visits
-        above, _ = self._ancestors.cost_ns(s, float("inf"))
-        self.visits += self._ancestors.visits - before
-        return (relations.cost_ns[s] + above) * wanting, True
+        if wanting:
+            twice = 2 * cost[s]
+            seen, walk = self._new_walk()
+            stack = [s]
+            while stack:
+                for u in deps[stack.pop()]:
+                    if evicted[u] and seen[u] != walk:
+                        seen[u] = walk
+                        visits += 1
+                        twice += 2 * cost[u] if dropped[u] else cost[u]
+                        stack.append(u)
+            self.visits += visits
+            return twice * (wanting + 1), True
+        self.visits += visits
+        return 0, True
 
     def _new_walk(self) -> tuple[list[int], int]:
         missing = len(self.relations.deps) - len(self._seen)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import statistics
 from dataclasses import dataclass, field
 
 import pytest
@@ -43,7 +44,10 @@ def test_the_ablation_has_sixteen_members_one_of_them_random() -> None:
 
 
 def demand(relations: Relations, s: int) -> int:
-    """(c0 + cost of the evicted ancestors) * (the wanted among s and what is evicted and depends on it through dropped ones)."""
+    """4 * (c0 + cost of the evicted ancestors, of wanted ones half) * (1 + n) / 2.
+
+    n: the wanted among s and what is evicted and depends on it through dropped ones.
+    """
     below: set[int] = set()
     layer = {s}
     while layer:
@@ -51,7 +55,13 @@ def demand(relations: Relations, s: int) -> int:
         below |= layer
         layer = {u for u in layer if relations.dropped[u]}
     wanting = sum(not relations.dropped[u] for u in below) + (not relations.dropped[s])
-    return wanting * (relations.cost_ns[s] + exact_sum(relations, s, descendants=False))
+    above: set[int] = set()
+    layer = {s}
+    while layer:
+        layer = {u for t in layer for u in relations.deps[t] if relations.evicted[u]} - above
+        above |= layer
+    ancestors = sum(relations.cost_ns[u] * (1 if relations.dropped[u] else 0.5) for u in above)
+    return int(4 * (relations.cost_ns[s] + ancestors) * (1 + wanting) / 2) if wanting else 0
 
 
 @dataclass
@@ -69,20 +79,24 @@ class Scan:
     def __post_init__(self) -> None:
         self.estimate = Components(self.relations)
 
-    def score(self, s: int, clock: int) -> float:
+    def score(self, s: int, clock: int, cap: float) -> float:
         near = {
             "neighborhood": lambda: exact_sum(self.relations, s),
             "ancestors": lambda: exact_sum(self.relations, s, descendants=False),
             "union_find": lambda: self.estimate.sum(s),
             "demand": lambda: demand(self.relations, s),
         }.get(self.rule.cost, lambda: 0)()
-        return self.rule.score(self.relations.cost_ns[s], near, self.size_bytes[s], clock - self.last.get(s, 0))
+        return self.rule.score(self.relations.cost_ns[s], near, self.size_bytes[s], min(cap, self.stale(s, clock)))
+
+    def stale(self, s: int, clock: int) -> int:
+        return clock - self.last.get(s, 0)
 
     def pick(self, clock: int) -> int:
         best, lowest = -1, math.inf
+        cap = statistics.median([self.stale(s, clock) for s in self.members]) if self.rule.capped else math.inf
         for s in self.members:
             self.evaluations += 1
-            score = self.score(s, clock)
+            score = self.score(s, clock, cap)
             if score <= lowest:  # the last of equals
                 best, lowest = s, score
                 if score == 0:  # good enough: the scan ends
