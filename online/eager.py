@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -104,10 +105,14 @@ class _Engine(Engine):
     kept: set[int]
     thrash_limit: float
 
+    def accessed(self, tensor: int) -> bool:
+        """A tensor is read; whether it is in memory."""
+        self.pool.touch(self._storage[tensor], self.clock)
+        return self._defined[tensor]
+
     def bring(self, tensor: int) -> None:
         """Have a tensor in memory now. Raises OutOfMemory."""
-        self.pool.touch(self._storage[tensor], self.clock)
-        if not self._defined[tensor]:
+        if not self.accessed(tensor):
             self._materialize(self._producer[tensor], tensor, first=False)
 
     def hold(self, tensor: int) -> None:
@@ -205,7 +210,7 @@ class _View:
         self.stride = tensor.stride()
         self.offset = tensor.storage_offset()
         self.dtype = tensor.dtype
-        self.conjugate = tensor.is_conj()
+        self.conjugate = self.dtype.is_complex and tensor.is_conj()
 
     def tensor(self, storage: UntypedStorage) -> Tensor:
         """The argument again, over ``storage``."""
@@ -266,13 +271,17 @@ def _new_storages(result: Any, old: Any) -> list[UntypedStorage]:
     found: dict[int, UntypedStorage] = {}
     for tensor in (result,) if isinstance(result, Tensor) else result if isinstance(result, tuple | list) else ():
         if isinstance(tensor, Tensor):
-            _check_layout(tensor)
+            if tensor.layout is not _STRIDED:
+                _check_layout(tensor)
             storage = tensor.untyped_storage()
             if storage._cdata not in old:
                 found[storage._cdata] = storage
         elif isinstance(tensor, tuple | list):
             found.update((storage._cdata, storage) for storage in _new_storages(tensor, old))
     return list(found.values())
+
+
+_STRIDED = torch.strided
 
 
 def _check_layout(tensor: Tensor) -> None:
@@ -292,7 +301,7 @@ class _Kind:
     """What is true of every call of an operator.
 
     name     for people and reports; kind: with the overload
-    looks    makes nothing but views and numbers
+    looks    makes nothing but views and numbers; views: but views
     written  places of arguments it writes to (a name where it is given by keyword)
     scratch  places of arguments it writes to although what it returns does not depend on them
     gives_back  returns nothing but the tensors it writes to
@@ -301,7 +310,7 @@ class _Kind:
     moves    puts a tensor on another storage or changes the size of one
     """
 
-    __slots__ = ("acts", "func", "gives_back", "kind", "looks", "moves", "name", "random", "scratch", "written")
+    __slots__ = ("acts", "func", "gives_back", "kind", "looks", "moves", "name", "random", "scratch", "views", "written")
 
     def __init__(self, func: Any) -> None:
         self.func = func  # so that its id is not given again
@@ -320,6 +329,7 @@ class _Kind:
         self.random = torch.Tag.nondeterministic_seeded in func.tags
         self.acts = (not self.written and not schema.returns) or func.namespace in ("c10d", "_c10d_functional")
         self.moves = packet in ("aten::set_", "aten::resize_", "aten::resize_as_")
+        self.views = func.is_view
         makes_views = func.is_view or torch.Tag.inplace_view in func.tags
         self.looks = not self.moves and (makes_views or not (gives_tensors or self.written or self.acts))
 
@@ -493,6 +503,7 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
             self._interposed.callback(register_optimizer_step_post_hook(self._keep_state).remove)
             self._interposed.enter_context(_RawReads(self))
             self._interposed.enter_context(_Operators(self))
+            self._interposed.enter_context(_old_objects_left_alone())
         except BaseException:
             self._interposed.close()
             _UNDER_WAY.remove(self)
@@ -567,10 +578,14 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
             self._bury()
         kind = _kind(func)
         if kind.looks:
-            return self._look(func, args, kwargs)
+            return self._look(kind, func, args, kwargs)
         read: list[_Content] = []
         key: list[Any] = [kind]
-        views = self._described(args, read, key), {name: self._described(a, read, key) for name, a in kwargs.items()}
+        described = self._described
+        views = (
+            [described(argument, read, key) for argument in args],
+            {name: described(argument, read, key) for name, argument in kwargs.items()} if kwargs else kwargs,
+        )
         if kind.moves:
             for content in read:
                 self._keep(content, kind.name)
@@ -589,7 +604,7 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
                 if sizes is not None:
                     _remember(full, sizes)
             if sizes == () and not written and not kind.acts:
-                return self._look(func, args, kwargs)
+                return self._look(kind, func, args, kwargs)
 
         for content in scratch:  # it is written to, so what was computed from it before cannot be made again
             self._fix(content, kind.name)
@@ -662,19 +677,19 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
                 content.readers.append(reader)
         return result
 
-    def _look(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _look(self, kind: _Kind, func: Any, args: Any, kwargs: Any) -> Any:
         """Make views or read numbers: nothing is allocated, but what is read has to be there."""
-        if args and isinstance(args[0], Tensor) and func.is_view:  # of its first argument, as a rule
+        if kind.views and args and isinstance(args[0], Tensor):  # of its first argument, as a rule
             tensors = [argument for argument in args if isinstance(argument, Tensor)]
         else:
             tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if len(tensors) == 1:
-            content = self._content(tensors[0])
-            if content.tensor >= 0:
-                self._guarded(_kind(func).name, self._engine.bring, content.tensor)
+            tensor = self._content(tensors[0]).tensor
+            if tensor >= 0 and not self._engine.accessed(tensor):
+                self._guarded(kind.name, self._engine.bring, tensor)
             return func(*args, **kwargs)
         held = [content.tensor for content in map(self._content, tensors) if content.tensor >= 0]
-        with self._held(_kind(func).name, held):
+        with self._held(kind.name, held):
             return func(*args, **kwargs)
 
     @contextlib.contextmanager
@@ -691,10 +706,12 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
     def _described(self, argument: Any, read: list[_Content], key: list[Any]) -> Any:
         """An argument with views in place of its tensors; adds what is read, and what decides about the sizes of results."""
         if isinstance(argument, Tensor):
-            content = self._content(argument)
+            storage = argument.untyped_storage() if argument.layout is _STRIDED else None
+            content = self._contents.get(storage._cdata) if storage is not None else None
+            if content is None:
+                content = self._content(argument)
             read.append(content)
-            keeps = None if content.made_by is not None else argument.untyped_storage()
-            view = _View(argument, content, keeps)
+            view = _View(argument, content, storage if content.made_by is None else None)
             key += (view.shape, view.stride, view.dtype)
             return view
         if isinstance(argument, list | tuple):
@@ -705,7 +722,8 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
 
     def _content(self, tensor: Tensor) -> _Content:
         """What the storage of a tensor holds now; a storage not seen before was made outside the block."""
-        _check_layout(tensor)
+        if tensor.layout is not _STRIDED:
+            _check_layout(tensor)
         content = self._contents.get(tensor.untyped_storage()._cdata)
         return self._meet(tensor) if content is None else content
 
@@ -973,7 +991,7 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
 
     @functools.cached_property
     def _recorded(self) -> tuple[Graph, Schedule]:
-        """Graph and schedule, with storages and ops numbered without gaps. Written when somebody asks: a training loop does not."""
+        """Graph and schedule, with storages and ops numbered without gaps. Written when asked for: training loops do not ask."""
         engine, alive = self._engine, self._alive
         if alive is None:
             raise InputError("the block is still under way; its graph is complete afterwards")
@@ -991,15 +1009,44 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
             reads, makes = tuple(map(numbers.__getitem__, inputs)), tuple(map(numbers.__getitem__, outs))
             listed.append(
                 Op(
-                    name, reads, makes, time_ns, workspace_bytes,
-                    kind=kind.kind, random=kind.random, effect=acts, backward=backward,
-                )  # fmt: skip
+                    name,
+                    reads,
+                    makes,
+                    time_ns,
+                    workspace_bytes,
+                    kind=kind.kind,
+                    random=kind.random,
+                    effect=acts,
+                    backward=backward,
+                )
             )
         resident = frozenset(numbers[s] for s in self._resident)
         outputs = frozenset(numbers[s] for s in alive) - resident
         graph = Graph("eager", tuple(listed), tuple(values), resident, outputs)
         steps = (Compute(ops[step]) if step >= 0 else Free(numbers[-1 - step]) for step in engine.steps)
         return graph, tuple(steps)
+
+
+@contextlib.contextmanager
+def _old_objects_left_alone() -> Iterator[None]:
+    """Keep Python's garbage collector away from what is older than the block.
+
+    Every op leaves Python objects behind, so the collector soon wants to go through all there are, torch's own among them, and
+    that took half of the time of a block. Where somebody else has frozen objects, they are his to thaw.
+    """
+    global _others_freeze
+    _others_freeze = _others_freeze or gc.get_freeze_count() > 0  # counting many takes long, so it is done once
+    if _others_freeze:
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+_others_freeze = False
 
 
 def _device_of(args: Any, kwargs: Any) -> torch.device:

@@ -1,6 +1,10 @@
-"""What ``online.budget`` costs per operator call beside plain eager PyTorch, and what a budget costs: rows on standard output.
+"""What a step costs on the host beside plain eager PyTorch, planned or under ``online.budget``: rows on standard output.
 
 python -m belady.bench_eager > benchmarks/eager_cpu.jsonl
+
+Beside plain PyTorch (``eager``) runs a dispatch mode that does nothing (``dispatch_mode``): no interposition in Python can cost
+less. ``planned`` is a module with the plan that keeps everything. Times are means, pauses of Python's garbage collector among
+them; they are comparable within one run.
 """
 
 from __future__ import annotations
@@ -10,17 +14,22 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from graphs.capture import capture
 from graphs.errors import BudgetExceeded, NoScheduleFound
+from graphs.ir import Graph
+from graphs.torch_private import TorchDispatchMode
 from online.eager import budget
+from planner.execute import PlannedModule
+from planner.schedule import Compute, Schedule, keep_all
 
 from .rows import write_rows
 
-REPEATS = 7
+REPEATS = 15
 SHARES = (None, 1.0, 0.9, 0.8, 0.7, 0.6, 0.5)
 
 
@@ -35,6 +44,19 @@ class Chain(nn.Module):
         for layer in self.layers:
             x = x + torch.tanh(layer(x)) / 2
         return x.square().mean()
+
+
+class Norms(nn.Module):
+    """Small ops with batch norm, whose buffers change in every call."""
+
+    def __init__(self, depth: int = 8, width: int = 16) -> None:
+        super().__init__()
+        parts = [(nn.Linear(width, width), nn.BatchNorm1d(width), nn.ReLU()) for _ in range(depth)]
+        self.layers = nn.Sequential(*itertools.chain.from_iterable(parts))
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss: Tensor = self.layers(x).square().mean()
+        return loss
 
 
 class Convolutions(nn.Module):
@@ -54,17 +76,38 @@ class Convolutions(nn.Module):
 
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "chain-depth60-width64-batch64": (Chain, lambda: torch.randn(64, 64)),
+    "chain-depth200-width16-batch64": (lambda: Chain(200, 16), lambda: torch.randn(64, 16)),
+    "norms-depth8-width16-batch8": (Norms, lambda: torch.randn(8, 16)),
     "convolutions-depth8-batch8-size48": (Convolutions, lambda: torch.randn(8, 3, 48, 48)),
 }
 
 
-def _step(model: nn.Module, x: Tensor, block: contextlib.AbstractContextManager[Any]) -> float:
+class Empty(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Forwards every operator call."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def _step(model: nn.Module, x: Tensor, block: contextlib.AbstractContextManager[Any], times: int = 1) -> float:
     """CPU seconds of one forward and backward."""
-    model.zero_grad()
-    begin = time.process_time()
-    with block:
-        model(x).backward()
-    return time.process_time() - begin
+    took_s = 0.0
+    for _ in range(times):
+        model.zero_grad()
+        begin = time.process_time()
+        with block:
+            model(x).backward()
+        took_s += time.process_time() - begin
+    return took_s / times
+
+
+def live_storages(graph: Graph, schedule: Schedule) -> int:
+    """The most storages that are in memory at once."""
+    live = most = len(graph.resident)
+    for step in schedule:
+        live += len(graph.ops[step.op].outputs) if isinstance(step, Compute) else -1
+        most = max(most, live)
+    return most
 
 
 def rows(name: str) -> list[dict[str, Any]]:
@@ -72,29 +115,46 @@ def rows(name: str) -> list[dict[str, Any]]:
     torch.manual_seed(0)
     make, inputs = CASES[name]
     model, x = make(), inputs()
-    times_s: dict[float | None, list[float]] = {share: [] for share in SHARES}
+    times_s: dict[float | str | None, list[float]] = {method: [] for method in ("dispatch_mode", "planned", *SHARES)}
+    step = capture(model, x)
+    planned = PlannedModule(step, keep_all(step.graph), 1 << 40)
     with budget(None, holding=(model, x)) as whole:
         model(x).backward()
     keep_all_bytes = whole.peak_bytes
     found = {}
     for _ in range(REPEATS):  # in turn, so that what else the machine does falls on all of them
+        times_s["dispatch_mode"].append(_step(model, x, cast(Any, Empty)(), times=20))
+        times_s["planned"].append(_step(planned, x, contextlib.nullcontext(), times=20))
         for share in SHARES:
             if share is None:
-                times_s[None].append(_step(model, x, contextlib.nullcontext()))
+                times_s[None].append(_step(model, x, contextlib.nullcontext(), times=20))
                 continue
             run = budget(int(share * keep_all_bytes), holding=(model, x))
             with contextlib.suppress(BudgetExceeded, NoScheduleFound):
                 times_s[share].append(_step(model, x, run))
                 found[share] = run
-    plain_s = statistics.median(times_s[None])
+    plain_s = statistics.mean(times_s[None])
     ops = len(whole.graph.ops)
-    common = {"graph": name, "device": "cpu", "heuristic": "dtr_eq", "ops": ops, "clock": "process_time", "threads": 1}
+    common: dict[str, Any] = {
+        "graph": name,
+        "device": "cpu",
+        "heuristic": "dtr_eq",
+        "ops": ops,
+        "clock": "process_time",
+        "threads": 1,
+    }
+    common["live_storages"] = live_storages(whole.graph, whole.schedule)
     table = [{**common, "method": "eager", "budget_fraction": None, "measured_time_ns": round(plain_s * 1e9)}]
+    for method in ("dispatch_mode", "planned"):
+        took_s = statistics.mean(times_s[method])
+        row: dict[str, Any] = {"method": method, "budget_fraction": None, "measured_time_ns": round(took_s * 1e9)}
+        row |= {"measured_overhead": took_s / plain_s - 1, "extra_ns_per_execution": round((took_s - plain_s) / ops * 1e9)}
+        table.append({**common, **row})
     for share in SHARES[1:]:
         if len(times_s[share]) < REPEATS:
             table.append({**common, "method": "online.budget", "budget_fraction": share, "status": "UNKNOWN"})
             continue
-        took_s = statistics.median(times_s[share])
+        took_s = statistics.mean(times_s[share])
         run = found[share]
         executions = run.counters.executions
         table.append(
