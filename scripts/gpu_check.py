@@ -231,9 +231,9 @@ def captured(name: str, sizes: dict[str, int], device: str, folder: Path | None)
 class Workload:
     """The cells of one workload, run one by one."""
 
-    def __init__(self, name: str, step: Step, bench: Bench, plans: Plans, *, backend: str, ratios: int) -> None:
+    def __init__(self, name: str, step: Step, bench: Bench, plans: Plans, *, backend: str, ratios: int, steps: int) -> None:
         self._name, self._step, self._bench, self._plans = name, step, bench, plans
-        self._backend, self._ratios = backend, ratios
+        self._backend, self._ratios, self._steps = backend, ratios, steps
         self._compiled: dict[float, Trial] = {}  # by ratio
         self._peaks: dict[float, int] = {}  # by share: where the plan's measured peak was
 
@@ -279,6 +279,8 @@ class Workload:
         trial = self._bench.planned(plan, cuda_graph=cuda_graph)
         if not cuda_graph:
             self._peaks[share] = trial.peak_bytes
+            if self._steps:
+                row |= {"training_steps": self._steps, "max_loss_error": self._bench.loss_error(plan, self._steps)}
         return {**row, **self._measured(trial), "status": str(plan.status)}
 
     def _online(self, share: float, rule: str) -> dict[str, Any]:
@@ -428,8 +430,8 @@ class Session:
                 plans = Plans(step, graph_name, self.arguments.budget, folder=folder, pool=pool)
                 tick("eager")
                 bench = Bench(step, inputs, repeats=self.arguments.repeats)
-                backend, ratios = self.arguments.backend, self.arguments.ratios
-                work = Workload(name, step, bench, plans, backend=backend, ratios=ratios)
+                backend, ratios, steps = self.arguments.backend, self.arguments.ratios, self.arguments.steps
+                work = Workload(name, step, bench, plans, backend=backend, ratios=ratios, steps=steps)
                 longest_s = 0.0
                 while at < len(todo):
                     spent_s = time.monotonic() - begin
@@ -513,6 +515,8 @@ def _main(arguments: argparse.Namespace, console: Console) -> int:
     known = SMALL if device == "cpu" and not arguments.large else LARGE
     sizes = {name: known[name] for name in arguments.only or known}
     arguments.repeats = arguments.repeats or (3 if device == "cuda" else 1)
+    if arguments.steps is None:
+        arguments.steps = 0 if device == "cuda" else 10
     if arguments.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)
@@ -555,6 +559,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--method", action="append", choices=METHODS, help="one method, beside plain PyTorch; several times")
     add("--budget", action="append", type=_share, metavar="SHARE", help="of the keep-all peak; several times")
     add("--repeats", type=int, help="timed steps a cell (default: 3, on a CPU 1)")
+    add("--steps", type=int, help="training steps with each plan, losses held against plain PyTorch's (default: 0, on a CPU 10)")
     add("--backend", default="aot_eager_decomp_partition", help="of torch.compile (default: %(default)s)")
     add("--ratios", type=int, default=5, help="of torch.compile's memory budget, tried for each budget (default: %(default)s)")
     add("--small", action="store_true", help="small sizes on the CPU, even where there is a GPU")

@@ -58,6 +58,7 @@ class Bench:
         self._repeats, self._seed = repeats, seed
         self._buffers = [(buffer, buffer.detach().clone()) for buffer in step.model.buffers()]
         self._reference: dict[str, Tensor] | None = None
+        self._losses: list[Tensor] = []
         self._resident_bytes = resident_before_backward(step)
         self.plain = self.trial(self.eager)
 
@@ -76,6 +77,15 @@ class Bench:
             return self._graphed(graphed)
         finally:
             graphed.release()
+
+    def loss_error(self, plan: Plan, steps: int) -> float:
+        """Train some steps with a plan: the largest difference of a loss to those of plain PyTorch; 0.0 is bit for bit."""
+        assert plan.schedule is not None
+        if len(self._losses) != steps:
+            self._losses = self._train(lambda: self.step.eager(self.inputs), steps)
+        module = PlannedModule(self.step, plan.schedule, plan.budget_bytes)
+        found = self._train(lambda: self._call(module), steps)
+        return largest_difference(dict(enumerate(self._losses)), dict(enumerate(found)))
 
     def online(self, budget_bytes: int, rule: str) -> Trial:
         """One step decided online; raises BudgetExceeded or NoScheduleFound where it does not get through."""
@@ -125,6 +135,23 @@ class Bench:
             return self._compared(loss, times.time_ns, resident + above, None)
         measured = measure(once, device, resident, prepare=self._as_at_first, repeats=self._repeats)
         return self._compared(measured.result, measured.time_ns, measured.peak_bytes, measured.reserved_bytes)
+
+    def _train(self, call: Once, steps: int) -> list[Tensor]:
+        """Losses of some steps of an optimizer; parameters and buffers are as before afterwards."""
+        parameters = list(self.step.model.parameters())
+        start = [parameter.detach().clone() for parameter in parameters]
+        optimizer = torch.optim.SGD(parameters, lr=1e-3, momentum=0.9)
+        self._as_at_first()
+        losses = []
+        for _ in range(steps):
+            optimizer.zero_grad()
+            losses.append(_backward(call()))
+            optimizer.step()
+        with torch.no_grad():
+            for parameter, content in zip(parameters, start, strict=True):
+                parameter.copy_(content)
+        self._as_at_first()
+        return losses
 
     def _graphed(self, module: GraphedModule) -> Trial:
         """A replay allocates nothing: the peak is that of the capture, and what stays reserved is the price."""
@@ -182,7 +209,7 @@ def _backward(loss: Tensor) -> Tensor:
     return loss.detach()
 
 
-def largest_difference(wanted: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> float:
+def largest_difference(wanted: Mapping[Any, Tensor], found: Mapping[Any, Tensor]) -> float:
     """Over all tensors; infinite where one is missing or is not a number."""
     if wanted.keys() != found.keys():
         return float("inf")
