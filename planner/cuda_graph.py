@@ -44,7 +44,7 @@ class Recorder(Protocol):
 
 
 class CudaRecorder:
-    """Records CUDA graphs that share one pool of memory and run on the caller's stream."""
+    """Records CUDA graphs that run on the caller's stream; those recorded after one ``warm_up`` share one pool of memory."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -57,6 +57,7 @@ class CudaRecorder:
 
     def warm_up(self, run: Callable[[], object]) -> None:
         with torch.cuda.device(self._device):
+            self._pool = torch.cuda.graph_pool_handle()  # a pool whose graphs are all gone takes no others
             self._stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._stream):
                 run()

@@ -81,6 +81,10 @@ class OutOfTime(BaseException):
     """The time for everything is over; no cell may take it for a failure of its own."""
 
 
+class DeviceLost(BaseException):
+    """The device does not answer any more in this process; nothing that comes now would be a failure of its own."""
+
+
 @dataclass
 class Guard:
     """Knows how long everything may take, and interrupts what takes longer."""
@@ -343,7 +347,8 @@ def run_tests(folder: Path, limit_s: float) -> dict[str, Any]:
     if not files:
         return {**row, "status": "UNAVAILABLE", "reason": f"no GPU tests in {folder}"}
     begin = time.perf_counter()
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", *files]
+    # What drivers and libraries of this machine warn of is no failure of a test.
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "-W", "default", *files]
     try:
         done = subprocess.run(command, cwd=folder.parent, capture_output=True, text=True, timeout=limit_s)
     except subprocess.TimeoutExpired:
@@ -356,6 +361,18 @@ def run_tests(folder: Path, limit_s: float) -> dict[str, Any]:
     status = "PASSED" if done.returncode == 0 and counts.get("passed") else "SKIPPED" if done.returncode in (0, 5) else "FAILED"
     reason = "; ".join(failed)[:2000] or None
     return {**row, "status": status, "tests": counts, "reason": reason, "wall_s": time.perf_counter() - begin}
+
+
+def answers(device: str) -> bool:
+    """Whether the device still does what it is told: after some failures (an illegal address) it never does in this process."""
+    import torch
+
+    try:
+        if device == "cuda":
+            torch.cuda.synchronize()
+    except RuntimeError:
+        return False
+    return True
 
 
 def device_name(device: str) -> str:
@@ -382,6 +399,7 @@ class Session:
 
     left_out  cells that were not run, by workload
     failed    cells that failed
+    lost      whether the device stopped answering
     """
 
     file: RowFile
@@ -391,11 +409,12 @@ class Session:
     arguments: argparse.Namespace
     left_out: dict[str, list[Cell]] = field(default_factory=dict)
     failed: list[str] = field(default_factory=list)
+    lost: bool = False
 
     def __post_init__(self) -> None:
         self._name, self._settings = device_name(self.device), settings(self.device)
         rows = (row for row in self.file.rows if row.get("device") == self._name)
-        retry = ("FAILED",) if self.arguments.retry else ()
+        retry = ("FAILED", "UNAVAILABLE") if self.arguments.retry else ()
         self._done = {(r["graph"], r["method"], r["share"]) for r in rows if r["status"] not in retry}
 
     def add(self, row: dict[str, Any]) -> None:
@@ -442,10 +461,16 @@ class Session:
                     longest_s = max(longest_s, time.monotonic() - begin - spent_s)
                     self.add(row)
                     at += 1
+                    if row["status"] == "FAILED" and not answers(self.device):
+                        raise DeviceLost
         except OutOfTime:
             pass
-        except BeladyError as error:  # no step, so no cells
-            self.add({"graph": graph_name, "method": "capture", "share": None, "status": "FAILED", "reason": str(error)})
+        except DeviceLost:
+            self.lost = True
+        except Exception as error:  # no step or no memory for plain PyTorch, so no cells; the other workloads may have
+            reason = str(error) if isinstance(error, BeladyError) else f"{type(error).__name__}: {error}".partition("\n")[0][:500]
+            self.add({"graph": graph_name, "method": "capture", "share": None, "status": "FAILED", "reason": reason})
+            self.lost = not answers(self.device)
         if at < len(todo):
             self.left_out[graph_name] = todo[at:]
 
@@ -464,7 +489,7 @@ def run_all(session: Session, sizes: dict[str, dict[str, int]], tests: Path | No
         if session.device == "cuda" and not arguments.plans and todo:
             pool = stack.enter_context(contextlib.closing(_Pool(min(len(arguments.budget), (os.cpu_count() or 2) - 1)))).pool
         for at, (name, chosen) in enumerate(todo.items()):
-            if session.guard.left_s <= 0:
+            if session.guard.left_s <= 0 or session.lost:
                 session.left_out[label(name, chosen)] = session.missing(label(name, chosen))
                 continue
             limit_s = session.guard.left_s / (len(todo) - at)
@@ -543,8 +568,9 @@ def _main(arguments: argparse.Namespace, console: Console) -> int:
         file.close()
     for line in session.failed:
         console.print(f"failed: {line}", highlight=False, markup=False)
+    why = "because the device stopped answering" if session.lost else "for lack of time"
     for name, rest in session.left_out.items():
-        console.print(f"left out for lack of time: {name}: {', '.join(map(str, rest))}", highlight=False, markup=False)
+        console.print(f"left out {why}: {name}: {', '.join(map(str, rest))}", highlight=False, markup=False)
     if session.left_out:
         console.print(f"{sum(map(len, session.left_out.values()))} cells left out; the same command goes on with them")
     return 1 if session.failed else 3 if session.left_out else 0
@@ -566,7 +592,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--large", action="store_true", help="the sizes for a GPU, even on a CPU")
     add("--deterministic", action="store_true", help="kernels that give the same bits in every run, where there are any")
     add("--tests", default=str(Path(__file__).resolve().parents[1] / "tests"), help="folder of the GPU tests; empty: none")
-    add("--retry", action="store_true", help="run cells again that failed")
+    add("--retry", action="store_true", help="run cells again that failed, or that something was missing for")
     add("--plans", metavar="DIR", help="take graphs and plans from there instead of measuring and solving")
     add("--make-graphs", metavar="DIR", help="only write the graphs there, with op times of this device")
     add("--make-plans", metavar="DIR", help="only solve the graphs there (with --make-graphs: after writing them)")

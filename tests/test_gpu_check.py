@@ -166,6 +166,41 @@ def test_what_fails_in_a_cell_is_a_row(
     assert code == 0 and rows[-1]["method"] == "selective:1" and rows[-1]["status"] == "MEASURED"
 
 
+def test_a_workload_without_a_step_costs_only_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = gpu_check.captured
+
+    def full(name: str, *rest: Any) -> Any:
+        if name == "vit":
+            raise torch.OutOfMemoryError("no memory\nmore lines")
+        return before(name, *rest)
+
+    monkeypatch.setattr(gpu_check, "captured", full)
+    code, rows = check(tmp_path, "--only", "vit", "--only", "unet", *chosen("checkpoint:1"))
+    assert code == 1 and [(r["method"], r["status"]) for r in rows] == [
+        ("capture", "FAILED"),
+        ("eager", "MEASURED"),
+        ("checkpoint:1", "MEASURED"),
+    ]
+    assert rows[0]["reason"] == "OutOfMemoryError: no memory"
+
+
+def test_nothing_is_blamed_on_what_comes_after_a_lost_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken() -> Any:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    from belady import gpu_rivals
+
+    monkeypatch.setitem(gpu_rivals.CHECKPOINTS, "checkpoint", broken)
+    monkeypatch.setattr(gpu_check, "answers", lambda device: False)
+    code, rows = check(tmp_path, "--only", "unet", "--only", "vit", *chosen("checkpoint:1", "checkpoint:2"))
+    assert code == 1 and [(r["method"], r["status"]) for r in rows] == [("eager", "MEASURED"), ("checkpoint:1", "FAILED")]
+    said = " ".join(capsys.readouterr().err.split())
+    assert "because the device stopped answering: unet-batch4-size64-depth2: checkpoint:2" in said
+    assert "stopped answering: vit-batch16-size96-depth2: eager, checkpoint:1, checkpoint:2" in said
+
+
 def test_the_guard_interrupts_what_takes_too_long() -> None:
     guard = Guard(0.2)
     begin = time.monotonic()
