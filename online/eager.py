@@ -195,6 +195,13 @@ class _Content:
         return storage
 
 
+class _Notice(weakref.ref[UntypedStorage]):
+    """Says when the program has dropped a storage; ``key``: of that storage."""
+
+    __slots__ = ("key",)
+    key: int
+
+
 class _View:
     """A tensor argument, without the tensor: enough to make one like it.
 
@@ -268,6 +275,9 @@ def _copy(storage: UntypedStorage) -> UntypedStorage:
 
 def _new_storages(result: Any, old: Any) -> list[UntypedStorage]:
     """Storages in a result that are none of those with the keys ``old``, each once, in order."""
+    if isinstance(result, Tensor) and result.layout is _STRIDED:  # most are a single one
+        storage = result.untyped_storage()
+        return [] if storage._cdata in old else [storage]
     found: dict[int, UntypedStorage] = {}
     for tensor in (result,) if isinstance(result, Tensor) else result if isinstance(result, tuple | list) else ():
         if isinstance(tensor, Tensor):
@@ -468,6 +478,7 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
         self._holding = holding
         self._costs = costs
         self._model = _Model()
+        self._on_death = self._died
         self._interposed = contextlib.ExitStack()
         self._contents: dict[int, _Content] = {}  # by the key of the storage of the program that holds them
         self._seen_modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -819,13 +830,14 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
 
     def _attach(self, content: _Content, storage: UntypedStorage) -> None:
         key = storage._cdata
-        content.at = weakref.ref(storage, functools.partial(self._died, key))
+        content.at = notice = _Notice(storage, self._on_death)
+        notice.key = key
         self._contents[key] = content
 
-    def _died(self, key: int, notice: weakref.ref[UntypedStorage]) -> None:
-        content = self._contents.get(key)
+    def _died(self, notice: _Notice) -> None:
+        content = self._contents.get(notice.key)
         if content is not None and content.at is notice:
-            del self._contents[key]
+            del self._contents[notice.key]
             content.at = None
             self._dead.append(content.number)
 
@@ -931,7 +943,7 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
             result = func(*args, **kwargs)
             took_ns = time.perf_counter_ns() - begin
             made = _new_storages(result, self._contents)
-            if tuple(map(_counted_bytes, made)) != sizes:
+            if [_counted_bytes(storage) for storage in made] != [*sizes]:
                 raise _Surprise(result)
             self._result, self._made = result, made
             if self._costs == "modelled" or (self._costs is None and made and made[0].device.type == "cuda"):

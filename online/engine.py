@@ -234,7 +234,7 @@ class Engine:
         self._inputs.append(tuple(inputs))
         self._outputs.append(tuple(outputs))
         self._time_ns.append(time_ns)
-        self._made_bytes.append(sum(self._weight[t] for t in outputs))
+        self._made_bytes.append(sum([self._weight[t] for t in outputs]))
         self._workspace_bytes.append(workspace_bytes)
         return op, outputs
 
