@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 from online.allocators import ALLOCATORS, AddressUse
 from online.compare import Comparison, Difference, Split, compare, diff, split
 from online.engine import Option, Release
-from online.heuristics import ADDRESS_HEURISTICS, HEURISTICS, Heuristic, ablation
+from online.heuristics import ADDRESS_HEURISTICS, DEFAULT_RULE, HEURISTICS, Heuristic, ablation
 from online.portfolio import Portfolio, best_run
 from online.replay import Replay, baseline_peak_bytes, replay_log
 from online.runtime import Failure, Run, RunStatus, run
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ADDRESS_HEURISTICS",
     "ALLOCATORS",
+    "DEFAULT_RULE",
     "HEURISTICS",
     "AddressUse",
     "Comparison",

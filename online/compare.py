@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from graphs.errors import GraphMismatch, InputError
 from graphs.ir import Graph
 from online.engine import Option
+from online.heuristics import DEFAULT_RULE
 from online.runtime import Run, rule, run
 from planner.bounds import least_bytes
 from planner.budget import format_bytes, resolve_budget
@@ -102,7 +103,9 @@ def split(run_: Run) -> Split:
     if run_.allocator == "bytes":
         return Split(run_, told, again("arena", run_.options), run_.counters.search_s)
     if heuristic.window or heuristic.holes:
-        return Split(run_, told, run(run_.graph, run_.budget_bytes, reclaim=run_.reclaim), run_.counters.search_s)
+        return Split(
+            run_, told, run(run_.graph, run_.budget_bytes, heuristic="dtr", reclaim=run_.reclaim), run_.counters.search_s
+        )
     return Split(run_, told, again("bytes", run_.options), run_.counters.search_s)
 
 
@@ -258,7 +261,7 @@ def compare(
     target: Step | Graph,
     budgets: Sequence[int | float | str] | int | float | str,
     *,
-    heuristics: Sequence[str] | str = ("dtr",),
+    heuristics: Sequence[str] | str = (DEFAULT_RULE,),
     method: str = "cutting_stages",
     gap: float = 0.005,
     time_limit_s: float = 60.0,

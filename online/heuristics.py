@@ -77,6 +77,7 @@ HEURISTICS = {
     "random": Heuristic("none", size=False, staleness=False, random=True),
     "demand": Heuristic("demand", size=True, staleness=True, by_program=True, capped=True),  # ours
 }
+DEFAULT_RULE = "demand"
 
 # Rules that look at addresses. Coop leaves the size to the window; DTE is MegTaiChi's, as Coop's authors have it.
 ADDRESS_HEURISTICS = {

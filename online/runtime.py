@@ -14,7 +14,7 @@ from graphs.ir import Graph
 from graphs.program import Program, program_of
 from online.allocators import ALLOCATORS, ARENAS, AddressUse, Arena, new_allocator
 from online.engine import Counters, Driver, Engine, Option, OutOfMemory, Release, Thrashed
-from online.heuristics import ADDRESS_HEURISTICS, HEURISTICS, Heuristic
+from online.heuristics import ADDRESS_HEURISTICS, DEFAULT_RULE, HEURISTICS, Heuristic
 from planner.bounds import least_bytes
 from planner.budget import format_bytes, resolve_budget
 from planner.plan import check_options, graph_of, infeasible
@@ -155,7 +155,7 @@ def run(
     target: Graph | Step,
     budget: int | float | str,
     *,
-    heuristic: str = "dtr",
+    heuristic: str = DEFAULT_RULE,
     allocator: str | None = None,
     release: Release | str = Release.EAGER,
     reclaim: bool = False,

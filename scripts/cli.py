@@ -20,6 +20,7 @@ from rich.table import Table
 
 from graphs.errors import BeladyError, InputError, NoScheduleFound
 from graphs.ir import Graph
+from online.heuristics import DEFAULT_RULE
 from planner.budget import format_bytes, resolve_budget
 from planner.methods import METHODS
 from planner.milp import solving
@@ -106,7 +107,7 @@ def parser() -> argparse.ArgumentParser:
         action="append",
         metavar="RULE",
         help="online rule: demand, dtr, dtr_eq, local, lru, size, msps, random; +reclaim evicts rebuilt dead values at once "
-        "(dtr+reclaim); may be given several times (default: dtr)",
+        f"(dtr+reclaim); may be given several times (default: {DEFAULT_RULE})",
     )
     command.add_argument(
         "--split", action="store_true", help="also say what the distance is made of: lack of foresight, fragmentation, search"
@@ -130,7 +131,10 @@ def parser() -> argparse.ArgumentParser:
     _target(command)
     _budget(command)
     command.add_argument(
-        "--heuristic", default="dtr", metavar="RULE", help="online rule, such as dtr, lru, dtr+reclaim (default: dtr)"
+        "--heuristic",
+        default=DEFAULT_RULE,
+        metavar="RULE",
+        help=f"online rule, such as dtr, lru, dtr+reclaim (default: {DEFAULT_RULE})",
     )
     command.add_argument("--seed", type=int, default=0, help="seed of everything random (default: 0)")
     command.add_argument("--execute", action="store_true", help="run on real tensors and measure")
@@ -148,7 +152,10 @@ def parser() -> argparse.ArgumentParser:
         help="bytes (6GiB), share of the keep-all peak (0.5), or a range of either (0.2:0.9:0.05); may be given several times",
     )
     command.add_argument(
-        "--rule", action="append", metavar="RULE", help="online rule, such as dtr, lru, dtr+reclaim; all; none (default: dtr)"
+        "--rule",
+        action="append",
+        metavar="RULE",
+        help=f"online rule, such as dtr, lru, dtr+reclaim; all; none (default: {DEFAULT_RULE})",
     )
     _solver(command, several=True)
     command.add_argument("--jobs", type=int, default=1, metavar="N", help="processes, of one thread each (default: 1)")
@@ -308,7 +315,7 @@ def _diff(arguments: argparse.Namespace) -> int:
         comparison = compare(
             loaded.target,
             arguments.budget,
-            heuristics=arguments.heuristic or ["dtr"],
+            heuristics=arguments.heuristic or [DEFAULT_RULE],
             method=arguments.method,
             gap=arguments.gap,
             time_limit_s=arguments.time_limit,
@@ -412,7 +419,7 @@ def _sweep(arguments: argparse.Namespace) -> int:
     if arguments.jobs < 1:
         raise InputError(f"--jobs must be at least 1, not {arguments.jobs}")
     methods = sweep.methods_of(arguments.method or ["cutting_stages"])
-    rules = sweep.rules_of(arguments.rule or ["dtr"])
+    rules = sweep.rules_of(arguments.rule or [DEFAULT_RULE])
     if arguments.plot:
         from .plots import draw_sweep, writable
 

@@ -134,7 +134,7 @@ def test_prices_are_exact_and_finite() -> None:
         prices = pool.prices(100)  # storage 2 was touched at this very moment
         assert prices.keys() == {0, 2}, name
         for s, stale in ((0, 90), (2, 1)):
-            cost = 1 if heuristic.cost == "none" else relations.cost_ns[s]
+            cost = {"none": 1, "demand": 4 * relations.cost_ns[s]}.get(heuristic.cost, relations.cost_ns[s])
             below = (sizes[s] if heuristic.size else 1) * (stale if heuristic.staleness else 1)
             assert prices[s] == Fraction(cost << 32, below) // 1
         assert pool.evaluations == 2
@@ -702,7 +702,7 @@ def test_without_pressure_every_allocator_keeps_all() -> None:
     for seed in range(20):
         graph = scaled(random_graph(seed, max_ops=12), MIB)
         for allocator in ALLOCATORS:
-            done = run(graph, 1 << 40, allocator=allocator)
+            done = run(graph, 1 << 40, heuristic="dtr", allocator=allocator)
             assert done.schedule == keep_all(graph)
             if done.addresses is not None:
                 assert done.addresses.shortages == 0

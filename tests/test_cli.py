@@ -34,15 +34,17 @@ def test_diff_executes_and_agrees_with_pytorch(capsys: pytest.CaptureFixture[str
     arguments = ["diff", *MLP, "--budget", "0.8", "--budget", "0.7", "--execute", "--plot", str(picture), "--json", str(out)]
     assert main(arguments) == 0
     shown = capsys.readouterr().out
-    assert "cutting_stages" in shown and "online:dtr" in shown and "grad error" in shown
+    assert "cutting_stages" in shown and "online:demand" in shown and "grad error" in shown
     assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 10_000
     found = rows(out.read_text())
-    assert [row["method"] for row in found] == ["keep_all"] + ["cutting_stages", "online:dtr"] * 2
+    assert [row["method"] for row in found] == ["keep_all"] + ["cutting_stages", "online:demand"] * 2
     for row in found:
         assert row["max_grad_error"] == 0.0
         assert row["measured_time_ns"] > 0
         assert row["measured_peak_bytes"] <= row["budget_bytes"]
-        assert row["measured_peak_bytes"] == pytest.approx(row["peak_bytes"], rel=0.02)
+        # This rule lets go of nothing before it must, but an output that no op reads is not even stored.
+        least = 0.9 if row["method"] == "online:demand" else 0.98
+        assert least * row["peak_bytes"] <= row["measured_peak_bytes"] <= 1.02 * row["peak_bytes"]
         assert row["versions"]["torch"]
     assert found[1]["overhead"] > 0 and found[1]["gap"] <= 0.01
 
@@ -56,7 +58,7 @@ def test_plan_is_saved_and_run_too(chain_file: str, tmp_path: Path, capsys: pyte
     from planner import load_plan
 
     graph = training_chain(8)
-    for command, method in (("plan", "cutting_stages"), ("run", "online:dtr")):
+    for command, method in (("plan", "cutting_stages"), ("run", "online:demand")):
         out = tmp_path / f"{command}.json"
         assert main([command, chain_file, "--budget", "500", "--out", str(out)]) == 0
         assert load_plan(out, graph).method == method
@@ -146,7 +148,7 @@ BELADY = Path(sys.executable).with_name("belady")
 def test_rows_on_a_pipe_are_not_mixed_with_what_solvers_print(tmp_path: Path) -> None:
     command = [BELADY, "diff", "mlp", "--batch", "2048", "--depth", "8", "--budget", "0.8", "--budget", "0.7", "--json", "-"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
-    assert [row["method"] for row in rows(done.stdout)] == ["keep_all"] + ["cutting_stages", "online:dtr"] * 2
+    assert [row["method"] for row in rows(done.stdout)] == ["keep_all"] + ["cutting_stages", "online:demand"] * 2
 
 
 def test_the_command_is_installed() -> None:

@@ -104,7 +104,7 @@ def test_address_budgets_hold_on_real_tensors(mlp: Case, heuristic: str) -> None
 
 def test_reclaim_changes_the_schedule_and_not_the_answer(case: Case) -> None:
     budget_bytes = tightest(case, "dtr", reclaim=True)
-    done = run(case.step, budget_bytes, reclaim=True, execute=True, inputs=case.inputs)
+    done = run(case.step, budget_bytes, heuristic="dtr", reclaim=True, execute=True, inputs=case.inputs)
     assert done.outcome is not None
     case.check(done.outcome)
 
@@ -120,7 +120,7 @@ def test_dropout_runs_again_with_its_first_mask() -> None:
 
 
 def test_written_results_are_those_of_a_training_step(case: Case) -> None:
-    done = run(case.step, tightest(case, "dtr"), execute=True, inputs=case.inputs)
+    done = run(case.step, tightest(case, "dtr"), heuristic="dtr", execute=True, inputs=case.inputs)
     assert done.outcome is not None
     assert torch.equal(done.outcome.write(case.model), case.loss)
     case.check_model()
@@ -149,9 +149,9 @@ def test_an_op_that_would_break_the_budget_does_not_run(case: Case) -> None:
 
 def test_nothing_is_left_behind(mlp: Case) -> None:
     budget_bytes = tightest(mlp, "dtr")
-    run(mlp.step, budget_bytes, execute=True, inputs=mlp.inputs)
+    run(mlp.step, budget_bytes, heuristic="dtr", execute=True, inputs=mlp.inputs)
     with StorageMeter() as meter:
-        done = run(mlp.step, budget_bytes, execute=True, inputs=mlp.inputs)
+        done = run(mlp.step, budget_bytes, heuristic="dtr", execute=True, inputs=mlp.inputs)
         assert done.outcome is not None
         results = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in _tensors(done.outcome)}
         assert meter.live_bytes == sum(results.values())

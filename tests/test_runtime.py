@@ -52,7 +52,7 @@ def skip(workspace_bytes: int = 10) -> Graph:
 
 
 def test_an_eviction_and_its_rebuild() -> None:
-    done = run(skip(), 30)
+    done = run(skip(), 30, heuristic="dtr")
     # f0 f1 f2: t0, t1, t2 fill the 30 bytes. t1 has had its last read. f3 needs t2, t3 and 10 bytes of workspace: t0 is all that
     # may go. t2 has had its last read. f4 needs t3 and t0: f0 runs again. Then t3 and t0 have had their last read.
     assert done.schedule == (
@@ -68,7 +68,7 @@ def test_an_eviction_and_its_rebuild() -> None:
 
 
 def test_without_pressure_it_is_keep_all() -> None:
-    done = run(skip(), 40)
+    done = run(skip(), 40, heuristic="dtr")
     assert done.schedule == keep_all(skip())
     assert done.overhead == 0
     assert done.counters.evictions == done.counters.evaluations == done.counters.visits == 0
@@ -194,8 +194,8 @@ def test_reclaim_frees_what_a_rebuild_needed_in_passing() -> None:
     )
     graph = Graph("reclaim", ops, tuple(Value(f"t{i}", 2) for i in range(4)), frozenset(), frozenset({3}))
     start = (Compute(0), Compute(1), Free(0), Free(1), Compute(2), Compute(0), Compute(1))
-    assert run(graph, 8).schedule == (*start, Compute(3), Free(1), Free(2))  # t0 stays to the end
-    assert run(graph, 8, reclaim=True).schedule == (*start, Free(0), Compute(3), Free(1), Free(2))
+    assert run(graph, 8, heuristic="dtr").schedule == (*start, Compute(3), Free(1), Free(2))  # t0 stays to the end
+    assert run(graph, 8, reclaim=True, heuristic="dtr").schedule == (*start, Free(0), Compute(3), Free(1), Free(2))
 
 
 def test_reclaim_keeps_no_sibling_that_nobody_needs() -> None:
@@ -222,7 +222,7 @@ def test_ignored_releases_leave_values_in_the_pool() -> None:
 def test_banishing_pins_what_can_no_longer_be_rebuilt() -> None:
     # t1 goes for good after f2, so t2 is pinned; f3 then has only t0 to evict, and t0 can be rebuilt. t2 goes after f3, which
     # pins t3. In 30 bytes the run is that of eager eviction.
-    assert run(skip(), 30, release="banish").schedule == run(skip(), 30).schedule
+    assert run(skip(), 30, release="banish", heuristic="dtr").schedule == run(skip(), 30, heuristic="dtr").schedule
     # Without t0's last read at the end it is banished after f1, t1 is pinned, and f3 has nothing to evict but t1's successor.
     ops = (
         Op("f0", (), (0,), 1),
@@ -231,8 +231,8 @@ def test_banishing_pins_what_can_no_longer_be_rebuilt() -> None:
         Op("last", (1, 2), (3,), 1),
     )
     graph = Graph("pinned", ops, tuple(Value(f"t{i}", 2) for i in range(4)), frozenset(), frozenset({3}))
-    assert run(graph, 8).completed
-    stopped = run(graph, 8, release="banish")
+    assert run(graph, 8, heuristic="dtr").completed
+    stopped = run(graph, 8, release="banish", heuristic="dtr")
     assert (stopped.status, stopped.schedule) == (RunStatus.OUT_OF_MEMORY, (Compute(0), Compute(1), Free(0)))
     assert stopped.failure is not None
     assert stopped.failure.held == (("t1", 2),)
@@ -282,12 +282,12 @@ def test_runs_repeat() -> None:
 
 
 def test_a_run_is_a_plan() -> None:
-    done = run(chain(64), 0.5)
+    done = run(chain(64), 0.5, heuristic="dtr")
     plan = done.plan()
     assert (plan.method, plan.status, plan.schedule) == ("online:dtr", Status.FEASIBLE, done.schedule)
     assert (plan.time_ns, plan.peak_bytes, plan.bound_ns) == (done.time_ns, done.peak_bytes, None)
     assert done.row() == plan.row()
-    assert run(chain(64), 0.5, reclaim=True, release="ignore").plan().method == "online:dtr+reclaim+ignore"
+    assert run(chain(64), 0.5, reclaim=True, release="ignore", heuristic="dtr").plan().method == "online:dtr+reclaim+ignore"
     assert done.row()["recomputed_ops"] == done.counters.recomputations
     assert done.budget_bytes == simulate(chain(64), keep_all(chain(64))).peak_bytes // 2
 

@@ -398,7 +398,7 @@ def test_failed_cells_are_told_and_made_again_when_asked(
         patch.setattr(sweep, "work", failing)
         for _ in range(2):  # a failed cell is a row like any other
             assert main(command) == 3
-            assert capsys.readouterr().err == "belady: chain, online:dtr, 500 bytes: its process ended with SIGKILL\n"
+            assert capsys.readouterr().err == "belady: chain, online:demand, 500 bytes: its process ended with SIGKILL\n"
         assert len(made) == 1
     assert main([*command, "--retry"]) == 0
     assert [row["status"] for row in read_rows(out)] == ["FEASIBLE"]
