@@ -16,7 +16,7 @@ from planner.bounds import least_bytes
 from planner.budget import format_bytes, resolve_budget
 from planner.plan import graph_of, solve
 from planner.result import Plan
-from planner.schedule import Schedule, computes, keep_all
+from planner.schedule import Schedule, computes, keep_all, with_frees
 from planner.simulate import simulate
 
 if TYPE_CHECKING:
@@ -311,8 +311,10 @@ def compare(
             say(f"{method} in {where}")
             options: dict[str, object] = {"gap": gap, "time_limit_s": time_limit_s, "seed": seed, "progress": solver_progress}
             # What an online run found, the planner must not miss.
-            started = min((r for r in runs if r.time_ns is not None), key=lambda r: r.time_ns or 0, default=None)
-            plan = solve(graph, budget_bytes, method=method, start=started.schedule if started else None, **options)
+            cheapest = min((r for r in runs if r.completed), key=lambda r: r.time_ns or 0, default=None)
+            # A rule may hold what is dead until room is needed; a plan has no reason to.
+            start = with_frees(graph, list(computes(cheapest.schedule))) if cheapest else None
+            plan = solve(graph, budget_bytes, method=method, start=start, **options)
             measured: dict[str, Trial] = {}
             parts = tuple(map(split, runs)) if splits else ()
             blocks.append(Block(budget_bytes, plan, tuple(runs), measured, parts))
