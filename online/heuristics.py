@@ -40,7 +40,7 @@ class Heuristic:
     by_program only first runs are accesses, and staleness is the time of first runs since then: rebuilding something does not
                make it fresh, nor everything else stale
     capped     staleness counts up to the median of the pool's: it tells what may be wanted soon from the rest, and among the
-               rest what is cheapest goes, however old. Known next uses are not capped
+               rest what is cheapest goes, however old; of equals the oldest. Known next uses are not capped
     window     evict the cheapest range of addresses that is large enough, by the sum of scores; needs an arena
     """
 
@@ -386,6 +386,9 @@ class Pool:
             earlier = (self._order[: self._used] <= self._order[slot]) & (self._barrier[: self._used] == 0.0)
             self.evaluations += min(int(np.count_nonzero(earlier)), self._looked_at if self._sample else self._members)
         else:
+            if self.heuristic.capped and len(equals) > 1 and lowest < np.inf:
+                accessed = self._accessed[equals]
+                equals = equals[accessed == accessed.min()]
             slot = int(equals[self._order[equals].argmax()]) if len(equals) > 1 else int(equals[0])
             self.evaluations += self._looked_at if self._sample else self._members
         return self._at[slot]

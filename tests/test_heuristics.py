@@ -93,12 +93,16 @@ class Scan:
 
     def pick(self, clock: int) -> int:
         best, lowest = -1, math.inf
+        oldest = 0
         cap = statistics.median([self.stale(s, clock) for s in self.members]) if self.rule.capped else math.inf
         for s in self.members:
             self.evaluations += 1
             score = self.score(s, clock, cap)
-            if score <= lowest:  # the last of equals
-                best, lowest = s, score
+            stale = self.stale(s, clock) if self.rule.capped and score < math.inf else 0
+            if score < lowest or (
+                score == lowest and stale >= oldest
+            ):  # the last of equals; where staleness is capped, of the oldest
+                best, lowest, oldest = s, score, stale
                 if score == 0:  # good enough: the scan ends
                     break
         return best
