@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -42,6 +41,7 @@ from graphs.torch_private import (
     without_autocast,
 )
 from online.engine import Counters, Engine, OutOfMemory, Release, Thrashed
+from online.pauses import old_objects_left_alone
 from online.runtime import Failure, Run, RunStatus, rule
 from planner.budget import resolve_budget
 from planner.draws import generator_state, repeat_draw
@@ -514,7 +514,7 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
             self._interposed.callback(register_optimizer_step_post_hook(self._keep_state).remove)
             self._interposed.enter_context(_RawReads(self))
             self._interposed.enter_context(_Operators(self))
-            self._interposed.enter_context(_old_objects_left_alone())
+            self._interposed.enter_context(old_objects_left_alone())
         except BaseException:
             self._interposed.close()
             _UNDER_WAY.remove(self)
@@ -1037,28 +1037,6 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
         graph = Graph("eager", tuple(listed), tuple(values), resident, outputs)
         steps = (Compute(ops[step]) if step >= 0 else Free(numbers[-1 - step]) for step in engine.steps)
         return graph, tuple(steps)
-
-
-@contextlib.contextmanager
-def _old_objects_left_alone() -> Iterator[None]:
-    """Keep Python's garbage collector away from what is older than the block.
-
-    Every op leaves Python objects behind, so the collector soon wants to go through all there are, torch's own among them, and
-    that took half of the time of a block. Where somebody else has frozen objects, they are his to thaw.
-    """
-    global _others_freeze
-    _others_freeze = _others_freeze or gc.get_freeze_count() > 0  # counting many takes long, so it is done once
-    if _others_freeze:
-        yield
-        return
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
-
-
-_others_freeze = False
 
 
 def _device_of(args: Any, kwargs: Any) -> torch.device:

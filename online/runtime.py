@@ -15,6 +15,7 @@ from graphs.program import Program, program_of
 from online.allocators import ALLOCATORS, ARENAS, AddressUse, Arena, new_allocator
 from online.engine import Counters, Driver, Engine, Option, OutOfMemory, Release, Thrashed
 from online.heuristics import ADDRESS_HEURISTICS, DEFAULT_RULE, HEURISTICS, Heuristic
+from online.pauses import old_objects_left_alone
 from planner.bounds import least_bytes
 from planner.budget import format_bytes, resolve_budget
 from planner.plan import check_options, graph_of, infeasible
@@ -242,7 +243,7 @@ def run(
     outcome = None
     layout: dict[int, int] = {}
     start = time.perf_counter()
-    with execution or contextlib.nullcontext():
+    with old_objects_left_alone(), execution or contextlib.nullcontext():
         for _ in range(UPDATES if allocator in ARENAS and not ARENAS[allocator].in_place else 0):
             engine = new_engine(layout)
             status, failure = play(engine, program)
