@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
 
 from belady import bench_online, online_doc
+from belady.page import ROOT, latest
 from belady.rows import read_rows
+from belady.sweep import ONLINE
+from online import DEFAULT_RULE
 
 
 @pytest.fixture(scope="module")
@@ -47,3 +51,19 @@ def test_the_page_is_drawn_from_the_rows(rows: Path, tmp_path: Path) -> None:
 def test_unknown_names_are_told(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert bench_online.main(["--graph", "nothing", "--out", str(tmp_path / "rows.jsonl")]) == 2
     assert "unknown graph 'nothing'" in capsys.readouterr().err
+
+
+def test_the_default_rule_is_closer_to_the_optimum_on_every_committed_graph() -> None:
+    means: dict[tuple[str, str], list[float]] = {}
+    for row in latest(read_rows(ROOT / "benchmarks" / "online.jsonl")):
+        over = 7.0 if row["overhead"] is None else min(row["overhead"], 7.0)
+        means.setdefault((row["graph"], row["method"]), []).append(math.log1p(over))
+    graphs = {graph for graph, _ in means}
+    assert len(graphs) >= 14
+    for graph in graphs:
+        ours, theirs = means[graph, ONLINE + DEFAULT_RULE], means[graph, online_doc.DTR]
+        assert len(ours) == len(theirs) and sum(ours) < sum(theirs), graph
+
+
+def test_the_committed_page_is_up_to_date() -> None:
+    assert online_doc.main(["--check"]) == 0
