@@ -3,8 +3,8 @@
 python -m belady.bench_eager > benchmarks/eager_cpu.jsonl
 
 Beside plain PyTorch (``eager``) runs a dispatch mode that does nothing (``dispatch_mode``): no interposition in Python can cost
-less. ``planned`` is a module with the plan that keeps everything. Times are means, pauses of Python's garbage collector among
-them; they are comparable within one run.
+less. ``planned`` is a module with the plan that keeps everything, ``online.run`` the captured graph under a rule. Times are
+means, pauses of Python's garbage collector among them; they are comparable within one run.
 """
 
 from __future__ import annotations
@@ -19,17 +19,19 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from graphs.capture import capture
-from graphs.errors import BudgetExceeded, NoScheduleFound
+from graphs.capture import Step, capture
+from graphs.costs import roofline
+from graphs.errors import BudgetExceeded, InfeasibleBudget, NoScheduleFound
 from graphs.ir import Graph
 from graphs.torch_private import TorchDispatchMode
 from online.eager import budget
+from online.runtime import run
 from planner.execute import PlannedModule
 from planner.schedule import Compute, Schedule, keep_all
 
 from .rows import write_rows
 
-REPEATS = 15
+REPEATS = 9
 SHARES = (None, 1.0, 0.9, 0.8, 0.7, 0.6, 0.5)
 
 
@@ -110,29 +112,56 @@ def live_storages(graph: Graph, schedule: Schedule) -> int:
     return most
 
 
+def _executed(step: Step, x: Tensor, rule: str, share: float, plain_s: float) -> dict[str, Any]:
+    """The captured graph executed while a rule decides; what is recorded and checked of the run counts too."""
+    row: dict[str, Any] = {"method": "online.run", "heuristic": rule, "budget_fraction": share}
+    took_s = []
+    for _ in range(1 + REPEATS):
+        begin = time.process_time()
+        try:
+            done = run(step, share, heuristic=rule, execute=True, inputs=x)
+        except (BudgetExceeded, NoScheduleFound, InfeasibleBudget):
+            return {**row, "status": "UNKNOWN"}
+        took_s.append(time.process_time() - begin)
+    mean_s, counters = statistics.mean(took_s[1:]), done.counters  # the first run writes the code of the ops
+    return {
+        **row,
+        "status": "FEASIBLE",
+        "budget_bytes": done.budget_bytes,
+        "peak_bytes": done.peak_bytes,
+        "measured_time_ns": round(mean_s * 1e9),
+        "measured_overhead": mean_s / plain_s - 1,
+        "recomputed_ops": counters.recomputations,
+        "evictions": counters.evictions,
+        "search_ns": round(counters.search_s * 1e9),
+        "extra_ns_per_execution": round((mean_s - plain_s) / counters.executions * 1e9),
+    }
+
+
 def rows(name: str) -> list[dict[str, Any]]:
     """One row a budget; the first, without one, is plain PyTorch."""
     torch.manual_seed(0)
     make, inputs = CASES[name]
     model, x = make(), inputs()
     times_s: dict[float | str | None, list[float]] = {method: [] for method in ("dispatch_mode", "planned", *SHARES)}
-    step = capture(model, x)
+    step = roofline(capture(model, x))
     planned = PlannedModule(step, keep_all(step.graph), 1 << 40)
     with budget(None, holding=(model, x)) as whole:
         model(x).backward()
     keep_all_bytes = whole.peak_bytes
     found = {}
+    times = max(1, min(20, round(0.1 / _step(model, x, contextlib.nullcontext(), times=2))))  # short steps run in one go
     for _ in range(REPEATS):  # in turn, so that what else the machine does falls on all of them
-        times_s["dispatch_mode"].append(_step(model, x, cast(Any, Empty)(), times=20))
-        times_s["planned"].append(_step(planned, x, contextlib.nullcontext(), times=20))
+        times_s["dispatch_mode"].append(_step(model, x, cast(Any, Empty)(), times=times))
+        times_s["planned"].append(_step(planned, x, contextlib.nullcontext(), times=times))
         for share in SHARES:
             if share is None:
-                times_s[None].append(_step(model, x, contextlib.nullcontext(), times=20))
+                times_s[None].append(_step(model, x, contextlib.nullcontext(), times=times))
                 continue
-            run = budget(int(share * keep_all_bytes), holding=(model, x))
+            block = budget(int(share * keep_all_bytes), holding=(model, x))
             with contextlib.suppress(BudgetExceeded, NoScheduleFound):
-                times_s[share].append(_step(model, x, run))
-                found[share] = run
+                times_s[share].append(_step(model, x, block))
+                found[share] = block
     plain_s = statistics.mean(times_s[None])
     ops = len(whole.graph.ops)
     common: dict[str, Any] = {
@@ -150,26 +179,29 @@ def rows(name: str) -> list[dict[str, Any]]:
         row: dict[str, Any] = {"method": method, "budget_fraction": None, "measured_time_ns": round(took_s * 1e9)}
         row |= {"measured_overhead": took_s / plain_s - 1, "extra_ns_per_execution": round((took_s - plain_s) / ops * 1e9)}
         table.append({**common, **row})
+    for rule in ("dtr_eq", "lru"):
+        for share in (1.0, 0.8):
+            table.append({**common, **_executed(step, x, rule, share, plain_s)})
     for share in SHARES[1:]:
         if len(times_s[share]) < REPEATS:
             table.append({**common, "method": "online.budget", "budget_fraction": share, "status": "UNKNOWN"})
             continue
         took_s = statistics.mean(times_s[share])
-        run = found[share]
-        executions = run.counters.executions
+        block = found[share]
+        executions = block.counters.executions
         table.append(
             {
                 **common,
                 "method": "online.budget",
                 "budget_fraction": share,
                 "status": "FEASIBLE",
-                "budget_bytes": run.budget_bytes,
-                "peak_bytes": run.peak_bytes,
+                "budget_bytes": block.budget_bytes,
+                "peak_bytes": block.peak_bytes,
                 "measured_time_ns": round(took_s * 1e9),
                 "measured_overhead": took_s / plain_s - 1,
-                "recomputed_ops": run.counters.recomputations,
-                "evictions": run.counters.evictions,
-                "search_ns": round(run.counters.search_s * 1e9),
+                "recomputed_ops": block.counters.recomputations,
+                "evictions": block.counters.evictions,
+                "search_ns": round(block.counters.search_s * 1e9),
                 "extra_ns_per_execution": round((took_s - plain_s) / executions * 1e9) if executions else None,
             }
         )
