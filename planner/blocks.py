@@ -153,8 +153,8 @@ class BlockSolver:
                     if exact:
                         break  # infeasible: with fewer bytes saved too
                     walk = ListWalk(graph, peak_bytes)
-                    walked = walk()
-                    runs = walked.runs.tolist() if walk.complete(walked) else None
+                    walked = walk.follow(walk.route(everything))
+                    runs = walked.runs[:-1].tolist() if walked.complete else None
                 if runs is not None and runs not in found:
                     found.append(runs)
                 if runs is not None and exact:

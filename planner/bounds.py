@@ -22,16 +22,16 @@ def least_bytes(graph: Graph) -> int:
 def smallest_known(graph: Graph) -> tuple[int, Schedule]:
     """Smallest peak of the schedules that list walks find, and that schedule.
 
-    A weight search is started at budgets bisected between ``least_bytes`` and the keep-all peak, to within 0.5 %.
+    A walk search is started at budgets bisected between ``least_bytes`` and the keep-all peak, to within 0.5 %.
     """
-    from planner.weight_search import WeightSearch  # compiled code: half a second to import
+    from planner.walk_search import WalkSearch  # compiled code: half a second to import
 
     best = keep_all(graph)
     works = simulate(graph, best).peak_bytes
     fails = least_bytes(graph) - 1
     while works - fails > max(1, works // 200):
         middle = (works + fails) // 2
-        walks = WeightSearch(graph, middle, seed=0)
+        walks = WalkSearch(graph, middle, seed=0)
         walks.start()
         if walks.runs is None:
             fails = middle

@@ -1,13 +1,17 @@
-"""List walk: a schedule that fits a budget, in about a millisecond, with no proof of anything.
+"""List walk: make a sequence of runs fit a budget, in about a millisecond, with no proof of anything.
 
-Ops run for the first time in graph order under the true budget. What an op misses is run again first, inputs before
-readers. Where room is needed, the present value goes that has the least score
+A walk follows a *route*: the ops in graph order, or a better sequence whose memory does not fit. What a run misses is run
+again first, inputs before readers. Where room is needed, the present value goes that has the least score
 
-    weight · time to make it and its missing ancestors again / (bytes · (ops until its next first-run reader) ^ far)
+    weight · time to make it and its missing ancestors again / (bytes · (runs until its next read)^far)
 
-and of those chosen, the ones that turn out not to be needed stay. Values that no first run reads any more go at once. This is
-offline eviction with the next use known, as in Belady's rule, scored as DTR scores (Kirisame et al., ICLR 2021). Weights
-let others steer it: values that a MILP keeps at its events, or what a search over weights found.
+and of those chosen, the ones that turn out not to be needed stay. What the route makes again before it reads it goes before
+anything else, so a route that fits is followed as it is; where there was room to keep the value after all, the route's re-run is
+left out. What the route reads no more goes at once. This is offline eviction with the next use known, as in Belady's rule,
+scored as DTR scores (Kirisame et al., ICLR 2021). The result is a route again: following it once more often saves more.
+
+A walk may begin anywhere along a route that fits, with weights and left-out runs up to a position; it ends where all that the
+route has in memory is there again, so that a change in one place costs little to try.
 
 The loop is compiled by numba when it is first called; the machine code is cached on disk.
 """
@@ -15,7 +19,7 @@ The loop is compiled by numba when it is first called; the machine code is cache
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,105 +30,161 @@ import numpy.typing as npt
 from graphs.ir import Graph
 
 REMAKE_LIMIT = 300  # ancestors counted in a score at most; beyond, a value is dear enough anyway
+MOST_RUNS = 5  # for each run of a route; a walk that makes more is stuck
+SOON = 1e-200  # factor of a score where the route makes the value again anyway; any weight in use is between 1e-100 and 1e100
 
-# (op, values to have in memory when that op runs for the first time), ops ascending
-Hold = Sequence[tuple[int, Collection[int]]]
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
+Flags = npt.NDArray[np.bool_]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
+class Route:
+    """A sequence of runs, and where along it values are read and made.
+
+    runs            ops, repeats included; the last one is the end, which reads the graph's outputs
+    first_at        for each op, where it runs for the first time
+    use_rows, uses  for value v, uses[use_rows[v] : use_rows[v + 1]]: 2 · position of each read, 2 · position + 1 of each making
+    time_ns         at position i, the time of the runs before; one entry more than runs
+    """
+
+    runs: Ints
+    first_at: Ints
+    use_rows: Ints
+    uses: Ints
+    time_ns: Floats
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Walked:
     """What came of a walk.
 
-    runs     the ops in the order they ran, repeats included, within the budget
-    time_ns  of these runs; where the walk got stuck, of those before the op that could not run
-    reached  how many ops ran for the first time; one more than the graph has ops where the outputs are all there at the end
-    extra_ns for each op, the time of the re-runs its first run called for (and for the outputs at the end)
+    runs     the sequence in full: the route's up to where the walk began, the walk's, the route's from where it ended
+    time_ns  of these runs; where the walk got stuck, of those before
+    stuck    position in ``runs`` of the run that could not be made; their number where there is none: within the budget, then
+    work     how many ops ran
     """
 
     runs: Ints
     time_ns: float
-    reached: int
-    extra_ns: Floats
+    stuck: int
+    work: int
+
+    @property
+    def complete(self) -> bool:
+        """Did the walk come to its end, all outputs there?"""
+        return self.stuck == self.runs.size
 
 
 class ListWalk:
-    """Walks one graph under one budget; call it once for each set of weights."""
+    """Walks in one graph under one budget."""
 
     def __init__(self, graph: Graph, budget_bytes: int) -> None:
         count = len(graph.ops)
         made = [producer >= 0 for producer in graph.producer]
-        size = np.array([value.size_bytes for value in graph.values], np.int64)
         # The end is one more op, which reads the graph's outputs.
-        inputs = [tuple(v for v in op.inputs if made[v]) for op in graph.ops]
+        inputs = [tuple(dict.fromkeys(v for v in op.inputs if made[v])) for op in graph.ops]
         inputs.append(tuple(v for v in sorted(graph.outputs) if made[v]))
-        outputs = [op.outputs for op in graph.ops]
-        readers: list[list[int]] = [[] for _ in graph.values]
-        for i, values in enumerate(inputs):
-            for v in values:
-                readers[v].append(i)
+        outputs = [*(op.outputs for op in graph.ops), ()]
+        self.in_rows, self.inputs = _rows(inputs)
+        self.out_rows, self.outputs = _rows(outputs)
         needs = [op.workspace_bytes + sum(graph.values[v].size_bytes for v in op.outputs) for op in graph.ops]
         again = [math.inf if op.effect else float(op.time_ns) for op in graph.ops]
-        self._room = budget_bytes - graph.resident_bytes
-        self._count = count
+        self.op_time_ns = np.array([*(float(op.time_ns) for op in graph.ops), 0.0])
+        self.end = count
         self._graph: tuple[Any, ...] = (
+            budget_bytes - graph.resident_bytes,
             np.array(graph.producer, np.int64),
-            size,
-            *_rows(inputs),
-            *_rows([*outputs, ()]),
+            np.array([value.size_bytes for value in graph.values], np.int64),
+            self.in_rows,
+            self.inputs,
+            self.out_rows,
+            self.outputs,
             np.array([*needs, 0], np.int64),
-            np.array([*(float(op.time_ns) for op in graph.ops), 0.0]),
+            self.op_time_ns,
             np.array([*again, 0.0]),
-            *_rows(readers),
         )
         self._plain = np.ones(len(graph.values))
 
-    def __call__(
-        self,
-        *,
-        weights: Floats | None = None,
-        hold: Hold = (),
-        grip: float = 1.0,
-        far: float = 1.0,
-        run_limit: int | None = None,
-    ) -> Walked:
-        """One walk, complete or stuck (see Walked; ``complete`` tells).
+    def route(self, runs: Sequence[int] | Ints) -> Route:
+        """A route from a sequence of runs, with or without the end."""
+        whole = np.asarray(runs, np.int64)
+        if not whole.size or whole[-1] != self.end:
+            whole = np.append(whole, self.end)
+        first_at, use_rows, uses = _places(whole, self.in_rows, self.inputs, self.out_rows, self.outputs, self._plain.size)
+        return Route(whole, first_at, use_rows, uses, np.concatenate(([0.0], np.cumsum(self.op_time_ns[whole]))))
 
-        weights     one factor per value for its score (default: all 1); an infinite one is never dropped while it is needed
-        hold, grip  until an op of ``hold`` has run for the first time, the scores of its values count ``grip`` times
-        far         how much a far next use counts: 0 not at all, 1 as in the formula
-        run_limit   give up after this many runs in all (default: ten per op)
+    def follow(
+        self,
+        route: Route,
+        *,
+        far: float = 1.0,
+        weights: Floats | None = None,
+        left_out: Flags | None = None,
+        begin: int = 0,
+        until: int | None = None,
+    ) -> Walked:
+        """Walk along a route.
+
+        far       how much a far next read counts: 0, 0.5, 1 or 2
+        weights   one factor per value for its score (default: all 1)
+        left_out  for each position, whether to leave out its run, which must be a repeat
+        begin     position to begin at, with what the route has in memory there. If not the first one, the route must fit, and
+                  the walk ends as soon as nothing changes any more; else it goes on to the end
+        until     weights and left_out count before this position (default: the end of the route)
         """
-        limit = 10 * self._count if run_limit is None else run_limit
-        runs = np.empty(limit + 1, np.int64)
-        extra_ns = np.zeros(self._count + 1)
-        hold_at = np.array([t for t, _ in hold], np.int64)
-        hold_rows, hold_values = _rows([tuple(values) for _, values in hold])
-        ran, reached, time_ns = _walk(  # type: ignore[call-arg]  # numba types its functions as taking none
-            self._room,
+        runs = np.empty(int(1.5 * (route.runs.size - begin)) + 50 if begin else MOST_RUNS * route.runs.size, np.int64)
+        ran, at, time_ns, stuck, work = _walk(  # type: ignore[call-arg]  # numba types its functions as taking none
             *self._graph,
+            route.runs,
+            route.first_at,
+            route.use_rows,
+            route.uses,
+            begin,
+            route.runs.size if until is None else until,
+            np.zeros(route.runs.size, np.bool_) if left_out is None else left_out,
             self._plain if weights is None else weights,
-            hold_at,
-            hold_rows,
-            hold_values,
-            grip,
             far,
             runs,
-            extra_ns,
         )
-        return Walked(runs[:ran], time_ns, reached, extra_ns)
-
-    def complete(self, walked: Walked) -> bool:
-        """Did the walk come to its end, all outputs there?"""
-        return walked.reached > self._count
+        whole = np.concatenate((route.runs[:begin], runs[:ran], route.runs[min(at, route.runs.size - 1) :]))
+        time_ns += route.time_ns[begin]
+        if stuck:
+            return Walked(whole, time_ns, begin + ran, work)
+        return Walked(whole, time_ns + route.time_ns[-1] - route.time_ns[at], whole.size, work)
 
 
 def _rows(lists: Sequence[Sequence[int]]) -> tuple[Ints, Ints]:
-    """Lists of numbers as one array and where each list begins in it (and the last one ends)."""
+    """Lists of numbers as where each list begins (and the last one ends) in one array, and that array."""
     begins = np.zeros(len(lists) + 1, np.int64)
     begins[1:] = np.cumsum([len(numbers) for numbers in lists], dtype=np.int64)
     return begins, np.array([number for numbers in lists for number in numbers], np.int64)
+
+
+@numba.njit(cache=True)
+def _places(runs, in_rows, inputs, out_rows, outputs, value_count):  # type: ignore[no-untyped-def]  # pragma: no cover
+    """first_at, use_rows and uses of a route."""
+    first_at = np.full(in_rows.size - 1, runs.size, np.int64)
+    use_rows = np.zeros(value_count + 1, np.int64)
+    for i in range(runs.size - 1, -1, -1):
+        op = runs[i]
+        first_at[op] = i
+        for a in range(in_rows[op], in_rows[op + 1]):
+            use_rows[inputs[a] + 1] += 1
+        for a in range(out_rows[op], out_rows[op + 1]):
+            use_rows[outputs[a] + 1] += 1
+    for v in range(value_count):
+        use_rows[v + 1] += use_rows[v]
+    uses, free = np.empty(use_rows[-1], np.int64), use_rows[:-1].copy()
+    for i in range(runs.size):
+        op = runs[i]
+        for a in range(in_rows[op], in_rows[op + 1]):
+            uses[free[inputs[a]]] = 2 * i
+            free[inputs[a]] += 1
+        for a in range(out_rows[op], out_rows[op + 1]):
+            uses[free[outputs[a]]] = 2 * i + 1
+            free[outputs[a]] += 1
+    return first_at, use_rows, uses
 
 
 @numba.njit(cache=True)
@@ -152,12 +212,36 @@ def _remake_time(v, producer, in_rows, inputs, again, present, seen, stamp, todo
 
 @numba.njit(cache=True)
 def _drop(v, present, inside, place, inside_count):  # type: ignore[no-untyped-def]  # pragma: no cover
-    """Take a value from the present ones; how many are left."""
-    last = inside[inside_count - 1]
-    inside[place[v]] = last
-    place[last] = place[v]
+    """Take ``v`` out of the present values; how many are left."""
+    inside_count -= 1
     present[v] = False
-    return inside_count - 1
+    inside[place[v]] = inside[inside_count]
+    place[inside[inside_count]] = place[v]
+    return inside_count
+
+
+@numba.njit(cache=True)
+def _after(k, end, uses, left_out):  # type: ignore[no-untyped-def]  # pragma: no cover
+    """The next of a value's uses, from ``k`` on, that is not left out."""
+    while k < end and left_out[uses[k] // 2]:
+        k += 1
+    return k
+
+
+@numba.njit(cache=True)
+def _is_read(k, end, uses):  # type: ignore[no-untyped-def]  # pragma: no cover
+    """Whether use ``k`` is there and a read: the value is then wanted in memory."""
+    return k < end and uses[k] % 2 == 0
+
+
+@numba.njit(cache=True)
+def _power(base, far):  # type: ignore[no-untyped-def]  # pragma: no cover
+    """``base`` to one of the exponents in use, fast."""
+    if far == 0.0:
+        return 1.0
+    if far == 0.5:
+        return np.sqrt(base)
+    return base if far == 1.0 else base * base
 
 
 @numba.njit(cache=True)
@@ -172,48 +256,77 @@ def _walk(  # type: ignore[no-untyped-def]  # pragma: no cover
     needs,
     first,
     again,
-    reader_rows,
-    readers,
+    route,
+    first_at,
+    use_rows,
+    uses,
+    begin,
+    until,
+    left_out,
     weights,
-    hold_at,
-    hold_rows,
-    hold_values,
-    grip,
     far,
     runs,
-    extra_ns,
 ):
-    """The walk of the module's docstring. Returns how many runs it wrote, how many ops it reached, and the time."""
+    """The walk of the module's docstring.
+
+    Returns how many runs it wrote, the position along the route that it came to, their time, whether it got stuck there, and
+    how many runs it made in all.
+    """
     count, value_count = needs.size - 1, size.size
     present = np.zeros(value_count, np.bool_)
     locked = np.zeros(value_count, np.int64)  # how many ops on the stack read the value
-    upcoming = reader_rows[:-1].copy()  # where the next first-run reader of each value stands
-    gripped = np.zeros(value_count, np.bool_)
-    held, ran, total = 0, 0, 0.0
+    upcoming = np.empty(value_count, np.int64)  # where the next use of each value stands
     inside = np.empty(value_count, np.int64)  # the present values, in no order, and where each stands there
     place = np.full(value_count, -1, np.int64)
-    inside_count = 0
+    held, ran, total, inside_count = 0, 0, 0.0, 0
+    absent = 0  # values that the route has in memory here and the walk has not
+    for v in range(value_count):
+        k = use_rows[v] + np.searchsorted(uses[use_rows[v] : use_rows[v + 1]], 2 * begin)
+        end = use_rows[v + 1]
+        was_made, k_left = k > use_rows[v], _after(k, end, uses, left_out)
+        if was_made and _is_read(k, end, uses) and k_left < end:
+            present[v] = True
+            held += size[v]
+            place[v], inside[inside_count] = inside_count, v
+            inside_count += 1
+        elif was_made and _is_read(k_left, end, uses):
+            absent += 1
+        upcoming[v] = k_left
     stack = np.empty(count + 2, np.int64)
     seen, todo, stamp = np.zeros(count + 1, np.int64), np.empty(count + 1, np.int64), 0
-    score, candidates = np.empty(value_count), np.empty(value_count, np.int64)
+    score, rate, candidates = np.empty(value_count), np.empty(value_count), np.empty(value_count, np.int64)
     gone = np.empty(value_count, np.int64)
-    event = -1
 
-    for i in range(count + 1):
-        time_before = total
-        if hold_at.size and (event < 0 or (event < hold_at.size and hold_at[event] < i)):
-            if event >= 0:
-                for a in range(hold_rows[event], hold_rows[event + 1]):
-                    gripped[hold_values[a]] = False
-            event = max(event, 0)
-            while event < hold_at.size and hold_at[event] < i:
-                event += 1
-            if event < hold_at.size:
-                for a in range(hold_rows[event], hold_rows[event + 1]):
-                    gripped[hold_values[a]] = True
-        stack[0] = i
+    for i in range(begin, route.size):
+        if begin > 0 and i >= until and absent == 0:
+            return ran, i, total, False, ran
+        if left_out[i]:
+            continue
+        target = route[i]
+        useless = first_at[target] < i
+        for a in range(out_rows[target], out_rows[target + 1]):
+            v = outputs[a]
+            end = use_rows[v + 1]
+            useless = useless and (present[v] or not _is_read(_after(upcoming[v] + 1, end, uses, left_out), end, uses))
+        if useless:
+            for side in range(2):
+                rows, values = (in_rows, inputs) if side == 0 else (out_rows, outputs)
+                for a in range(rows[target], rows[target + 1]):
+                    v = values[a]
+                    end = use_rows[v + 1]
+                    was_wanted = _is_read(upcoming[v], end, uses)
+                    upcoming[v] = _after(upcoming[v] + 1, end, uses, left_out)
+                    if not present[v]:
+                        absent += int(_is_read(upcoming[v], end, uses)) - int(was_wanted)
+                    elif upcoming[v] == end:
+                        held -= size[v]
+                        inside_count = _drop(v, present, inside, place, inside_count)
+            continue
+
+        ran_before, total_before = ran, total
+        stack[0] = target
         depth = 1
-        for a in range(in_rows[i], in_rows[i + 1]):
+        for a in range(in_rows[target], in_rows[target + 1]):
             locked[inputs[a]] += 1
         while depth > 0:
             at = stack[depth - 1]
@@ -222,8 +335,8 @@ def _walk(  # type: ignore[no-untyped-def]  # pragma: no cover
                 if not present[inputs[a]]:
                     maker = min(maker, producer[inputs[a]])
             if maker < count:
-                if again[maker] == np.inf:  # it ran before and may not run again
-                    return ran, i, time_before
+                if again[maker] == np.inf or depth > count:  # it ran before and may not run again, or values displace each other
+                    return ran_before, i, total_before, True, ran
                 stack[depth] = maker
                 depth += 1
                 for a in range(in_rows[maker], in_rows[maker + 1]):
@@ -239,6 +352,7 @@ def _walk(  # type: ignore[no-untyped-def]  # pragma: no cover
                         excess -= size[v]
                         held -= size[v]
                         inside_count = _drop(v, present, inside, place, inside_count)
+                        absent += _is_read(upcoming[v], use_rows[v + 1], uses)
                 gone_count = 0
                 for last_resort in (False, True):
                     if excess <= 0:
@@ -246,7 +360,7 @@ def _walk(  # type: ignore[no-untyped-def]  # pragma: no cover
                     candidate_count = 0
                     for k in range(inside_count):
                         v = inside[k]
-                        if size[v] == 0 or (locked[v] > 0) != last_resort or weights[v] == np.inf:
+                        if size[v] == 0 or (locked[v] > 0) != last_resort:
                             continue
                         if last_resort:
                             read = False
@@ -254,15 +368,17 @@ def _walk(  # type: ignore[no-untyped-def]  # pragma: no cover
                                 read = read or inputs[a] == v
                             if read:
                                 continue
-                        if upcoming[v] < reader_rows[v + 1]:
-                            stamp += 1
-                            remake = _remake_time(v, producer, in_rows, inputs, again, present, seen, stamp, todo)
-                            until = max(1.0, float(readers[upcoming[v]] - i))
-                            score[candidate_count] = remake * weights[v] / (size[v] * until**far)
-                            if gripped[v]:
-                                score[candidate_count] *= grip
-                        else:
-                            score[candidate_count] = 0.0
+                        rate[candidate_count] = score[candidate_count] = 0.0
+                        if upcoming[v] < use_rows[v + 1]:
+                            use = uses[upcoming[v]]
+                            per_ns = 1.0 / (size[v] * _power(max(1.0, float(use // 2 - i)), far))
+                            if i < until:
+                                per_ns *= weights[v]
+                            if use % 2 == 1:
+                                per_ns *= SOON
+                            # At least this; what the missing ancestors add is looked up only where it can matter.
+                            rate[candidate_count] = per_ns
+                            score[candidate_count] = per_ns * again[producer[v]]
                         candidates[candidate_count] = v
                         candidate_count += 1
                     while excess > 0 and candidate_count > 0:
@@ -273,13 +389,19 @@ def _walk(  # type: ignore[no-untyped-def]  # pragma: no cover
                         if score[least] == np.inf:  # nothing left that could be made again
                             break
                         v = candidates[least]
+                        if rate[least] > 0.0:
+                            stamp += 1
+                            remake = _remake_time(v, producer, in_rows, inputs, again, present, seen, stamp, todo)
+                            score[least], rate[least] = rate[least] * remake, 0.0
+                            continue
                         candidate_count -= 1
-                        candidates[least], score[least] = candidates[candidate_count], score[candidate_count]
+                        candidates[least] = candidates[candidate_count]
+                        score[least], rate[least] = score[candidate_count], rate[candidate_count]
                         gone[gone_count] = v
                         gone_count += 1
                         excess -= size[v]
                 if excess > 0:
-                    return ran, i, time_before
+                    return ran_before, i, total_before, True, ran
                 for k in range(gone_count - 1, -1, -1):
                     v = gone[k]
                     if excess + size[v] <= 0:
@@ -287,32 +409,35 @@ def _walk(  # type: ignore[no-untyped-def]  # pragma: no cover
                         continue
                     held -= size[v]
                     inside_count = _drop(v, present, inside, place, inside_count)
+                    absent += _is_read(upcoming[v], use_rows[v + 1], uses)
 
             if ran >= runs.size:
-                return ran, i, time_before
+                return ran_before, i, total_before, True, ran
             depth -= 1
             if at < count:
                 runs[ran] = at
                 ran += 1
                 total += first[at]
             for a in range(in_rows[at], in_rows[at + 1]):
-                locked[inputs[a]] -= 1
+                v = inputs[a]
+                locked[v] -= 1
                 if depth == 0:
-                    upcoming[inputs[a]] += 1
+                    upcoming[v] = _after(upcoming[v] + 1, use_rows[v + 1], uses, left_out)
             for a in range(out_rows[at], out_rows[at + 1]):
                 v = outputs[a]
                 if not present[v]:
+                    absent -= _is_read(upcoming[v], use_rows[v + 1], uses)
                     present[v] = True
                     held += size[v]
-                    place[v] = inside_count
-                    inside[inside_count] = v
+                    place[v], inside[inside_count] = inside_count, v
                     inside_count += 1
+                if depth == 0:
+                    upcoming[v] = _after(upcoming[v] + 1, use_rows[v + 1], uses, left_out)
             for side in range(2):
                 rows, values = (in_rows, inputs) if side == 0 else (out_rows, outputs)
                 for a in range(rows[at], rows[at + 1]):
                     v = values[a]
-                    if present[v] and upcoming[v] == reader_rows[v + 1] and locked[v] == 0:
+                    if present[v] and upcoming[v] == use_rows[v + 1] and locked[v] == 0:
                         held -= size[v]
                         inside_count = _drop(v, present, inside, place, inside_count)
-        extra_ns[i] = total - time_before - first[i]
-    return ran, count + 1, total
+    return ran, route.size, total, False, ran

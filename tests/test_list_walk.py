@@ -1,4 +1,4 @@
-"""List walks fit their budget, do as their weights say, and do what their source says, compiled or not."""
+"""List walks fit their budget, follow their routes, do as their weights say, and do what their source says, compiled or not."""
 
 from __future__ import annotations
 
@@ -11,15 +11,24 @@ from graphs.ir import Graph
 from graphs.synthetic import linear_network, random_training
 from planner import list_walk
 from planner.bounds import smallest_known
-from planner.list_walk import ListWalk
+from planner.list_walk import ListWalk, Walked
 from planner.schedule import keep_all, with_frees
 from planner.simulate import simulate
-from planner.weight_search import WeightSearch
+from planner.walk_search import WalkSearch
 from tests.strategies import random_budget, random_graph
 
 
 def weights_of(graph: Graph, seed: int) -> list_walk.Floats:
     return np.exp(np.random.default_rng(seed).normal(size=len(graph.values)) * 3)
+
+
+def check(graph: Graph, budget_bytes: int, walked: Walked) -> None:
+    """What a complete walk says of itself is so."""
+    runs = walked.runs[:-1].tolist()
+    assert walked.runs[-1] == len(graph.ops)
+    trace = simulate(graph, with_frees(graph, runs))
+    assert trace.peak_bytes <= budget_bytes
+    assert trace.time_ns == walked.time_ns
 
 
 @pytest.mark.parametrize("far", [0.0, 0.5, 1.0, 2.0])
@@ -29,56 +38,103 @@ def test_a_complete_walk_fits_its_budget_and_knows_its_time(far: float) -> None:
         graph = random_graph(seed)
         budget_bytes = random_budget(graph, seed)
         walk = ListWalk(graph, budget_bytes)
-        walked = walk(weights=weights_of(graph, seed), far=far)
-        first_runs = list(dict.fromkeys(walked.runs.tolist()))
+        walked = walk.follow(walk.route(range(len(graph.ops))), weights=weights_of(graph, seed), far=far)
+        first_runs = list(dict.fromkeys(walked.runs[: walked.stuck].tolist()))
         assert first_runs == sorted(first_runs)
-        if not walk.complete(walked):
-            continue
-        complete += 1
-        trace = simulate(graph, with_frees(graph, walked.runs.tolist()))
-        assert trace.peak_bytes <= budget_bytes
-        assert trace.time_ns == walked.time_ns == graph.keep_all_time_ns + walked.extra_ns.sum()
+        if walked.complete:
+            complete += 1
+            check(graph, budget_bytes, walked)
     assert complete >= 75
+
+
+def test_a_route_that_fits_is_followed_at_no_more_cost() -> None:
+    followed = 0
+    for seed in range(150):
+        graph = random_graph(seed)
+        budget_bytes = random_budget(graph, seed)
+        walk = ListWalk(graph, budget_bytes)
+        first = walk.follow(walk.route(range(len(graph.ops))), weights=weights_of(graph, seed))
+        if first.complete:
+            followed += 1
+            for far in (0.0, 1.0):
+                again = walk.follow(walk.route(first.runs), far=far, weights=weights_of(graph, seed + 1))
+                assert again.complete
+                assert again.time_ns <= first.time_ns
+                check(graph, budget_bytes, again)
+    assert followed >= 75
+
+
+def test_changes_along_the_way_leave_a_schedule_that_fits() -> None:
+    tried = changed = early = 0
+    for seed in range(150):
+        graph = random_graph(seed)
+        budget_bytes = random_budget(graph, seed)
+        walk = ListWalk(graph, budget_bytes)
+        first = walk.follow(walk.route(range(len(graph.ops))))
+        if not first.complete:
+            continue
+        route = walk.route(first.runs)
+        rng = np.random.default_rng(seed)
+        is_repeat = np.ones(route.runs.size, bool)
+        is_repeat[route.first_at] = False
+        for _ in range(10):
+            begin, length = (int(n) for n in rng.integers(1, route.runs.size, 2))
+            left_out = is_repeat & (rng.random(route.runs.size) < 0.3)
+            left_out[:begin] = left_out[begin + length :] = False
+            walked = walk.follow(
+                route, weights=weights_of(graph, seed), left_out=left_out, begin=begin, until=begin + length, far=0.5
+            )
+            assert walked.runs[:begin].tolist() == route.runs[:begin].tolist()
+            if walked.complete:
+                tried += 1
+                changed += walked.runs.tolist() != route.runs.tolist()
+                early += walked.work < walked.runs.size - begin - 1
+                check(graph, budget_bytes, walked)
+    assert tried > 500
+    assert changed > 30
+    assert early > 30
+
+
+def test_a_rerun_that_the_room_makes_useless_is_left_out() -> None:
+    graph = linear_network(6)
+    count = len(graph.ops)
+    runs = [*range(count // 2), 0, 1, 2, *range(count // 2, count)]
+    whole = simulate(graph, keep_all(graph)).peak_bytes
+    walk = ListWalk(graph, whole)
+    assert walk.follow(walk.route(runs)).runs.tolist() == [*range(count), count]
 
 
 def test_the_compiled_walk_is_the_written_one(monkeypatch: pytest.MonkeyPatch) -> None:
     cases = [(graph, random_budget(graph, seed), seed) for seed in range(60) for graph in [random_graph(seed)]]
 
-    def walks() -> list[tuple[list[int], float, int]]:
+    def walks() -> list[tuple[list[int], float, int, int]]:
         found = []
         for graph, budget_bytes, seed in cases:
-            hold = [(len(graph.ops) // 2, range(len(graph.values)))]
-            walked = ListWalk(graph, budget_bytes)(weights=weights_of(graph, seed), hold=hold, grip=10.0, far=0.5)
-            found.append((walked.runs.tolist(), walked.time_ns, walked.reached))
+            walk = ListWalk(graph, budget_bytes)
+            walked = walk.follow(walk.route(range(len(graph.ops))), weights=weights_of(graph, seed), far=0.5)
+            found.append((walked.runs.tolist(), walked.time_ns, walked.stuck, walked.work))
+            if walked.complete:
+                again = walk.follow(walk.route(walked.runs), weights=weights_of(graph, seed + 1), begin=2, until=9)
+                found.append((again.runs.tolist(), again.time_ns, again.stuck, again.work))
         return found
 
     compiled = walks()
-    monkeypatch.setattr(list_walk, "_walk", list_walk._walk.py_func)
-    monkeypatch.setattr(list_walk, "_remake_time", list_walk._remake_time.py_func)
+    for name in ("_walk", "_remake_time", "_drop", "_after", "_is_read", "_power", "_places"):
+        monkeypatch.setattr(list_walk, name, getattr(list_walk, name).py_func)
     assert walks() == compiled
 
 
-def test_what_has_an_infinite_weight_is_never_made_twice() -> None:
+def test_what_is_dear_is_not_made_twice() -> None:
     graph = linear_network(12)
     peak_bytes = simulate(graph, keep_all(graph)).peak_bytes
     walk = ListWalk(graph, int(0.6 * peak_bytes))
-    again = [i for i, count in enumerate(np.bincount(walk().runs)) if count > 1]
+    route = walk.route(range(len(graph.ops)))
+    again = [i for i, count in enumerate(np.bincount(walk.follow(route).runs)) if count > 1]
     assert again
     for i in again:
         weights = np.ones(len(graph.values))
-        weights[list(graph.ops[i].outputs)] = math.inf
-        walked = walk(weights=weights)
-        assert np.bincount(walked.runs)[i] == 1
-
-
-def test_a_hold_keeps_values_until_its_op_ran() -> None:
-    graph = linear_network(12)
-    peak_bytes = simulate(graph, keep_all(graph)).peak_bytes
-    walk = ListWalk(graph, int(0.6 * peak_bytes))
-    last = len(graph.ops) - 1
-    again = [i for i, count in enumerate(np.bincount(walk().runs)) if count > 1]
-    held = graph.ops[again[0]].outputs
-    assert np.bincount(walk(hold=[(last, held)], grip=1e9).runs)[again[0]] == 1
+        weights[list(graph.ops[i].outputs)] = 1e50
+        assert np.bincount(walk.follow(route, weights=weights).runs)[i] == 1
 
 
 def test_a_search_only_gets_better_and_repeats() -> None:
@@ -87,7 +143,7 @@ def test_a_search_only_gets_better_and_repeats() -> None:
     budget_bytes = (4 * works + simulate(graph, keep_all(graph)).peak_bytes) // 5
 
     def search() -> list[float]:
-        walks = WeightSearch(graph, budget_bytes, seed=3)
+        walks = WalkSearch(graph, budget_bytes, seed=3)
         times = [walks.time_ns]
         walks.start()
         times.append(walks.time_ns)
@@ -95,10 +151,31 @@ def test_a_search_only_gets_better_and_repeats() -> None:
             walks.improve(20_000)
             times.append(walks.time_ns)
         assert walks.runs is not None
-        assert simulate(graph, with_frees(graph, walks.runs.tolist())).time_ns == walks.time_ns
+        trace = simulate(graph, with_frees(graph, walks.runs.tolist()))
+        assert trace.time_ns == walks.time_ns
+        assert trace.peak_bytes <= budget_bytes
         return times
 
     times = search()
     assert times == sorted(times, reverse=True)
     assert times[-1] < times[1] < times[0] == math.inf
     assert search() == times
+
+
+def test_a_search_goes_on_from_a_sequence_that_does_not_fit() -> None:
+    graph = random_training(60, seed=1)
+    whole = simulate(graph, keep_all(graph)).peak_bytes
+    walks = WalkSearch(graph, int(0.8 * whole), seed=0)
+    walks.follow(range(len(graph.ops)))
+    assert walks.runs is not None
+    trace = simulate(graph, with_frees(graph, walks.runs.tolist()))
+    assert trace.peak_bytes <= 0.8 * whole < whole
+
+
+def test_a_search_in_too_little_memory_finds_nothing_and_says_so() -> None:
+    graph = linear_network(12)
+    walks = WalkSearch(graph, graph.resident_bytes + 1, seed=0)
+    walks.start()
+    walks.improve(5_000)
+    assert walks.runs is None
+    assert walks.time_ns == math.inf

@@ -3,8 +3,8 @@
 Memory is tight around a few moments. A MILP with stages at those events only (``planner.stage_model``) bounds from below
 every schedule that keeps the graph's order of first executions, and its solution, walked, often is a schedule that attains
 the bound. Where the walk overflows the budget, the overflow says which event or row was missing; each round adds some.
-Meanwhile list walks that hold on to what the MILP keeps (``planner.weight_search``) find schedules that do fit, and so does a
-chain of blocks (``planner.block_chain``).
+Meanwhile list walks along that walk, and a search among them (``planner.walk_search``), find schedules that do fit, and so does
+a chain of blocks (``planner.block_chain``).
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from planner.simulate import simulate
 from planner.stage_model import Inside, StageModel, stage_model, walk, with_end
 
 if TYPE_CHECKING:
-    from planner.weight_search import WeightSearch
+    from planner.walk_search import WalkSearch
 
 METHOD = "cutting_stages"
-SHRINK = (0.97, 0.94, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5)  # budgets of the one-event MILPs that guide list walks
+SHRINK = (0.97, 0.94, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5)  # budgets of the one-event MILPs that list walks follow
 NEW_PER_ROUND = 2  # events or rows added a round at most
-WORK = 50_000  # ops that list walks may run in the first round; twice as many in each further one, up to
-MOST_WORK = 800_000
+WORK = 100_000  # ops that list walks may run in the first round; twice as many in each further one, up to
+MOST_WORK = 1_600_000
 BLOCKS_ROUND, BLOCKS_SHARE = 3, 0.15  # blocks are tried after this many rounds, for this share of the time that is left
 PEBBLE_STATES = 5_000  # sets of values to visit at most where nothing fits so far
 ANNEAL_SHARE = 0.4  # of the time that is left, at most, where nothing fits so far
@@ -43,7 +43,8 @@ ANNEAL_CHUNKS, ANNEAL_CHUNK = 400, 2_500  # moves
 HEAT = 5.0, 1e-4  # first and last temperature, times the number of ops, as shares of the objective
 IDLE_ROUNDS = 10  # stop after as many searches in a row that found nothing, when there is no event left to add
 NODES = 2_000  # branch-and-bound nodes of one MILP at most
-CHEAP_ROUNDS, CHEAP_VARIABLES = 3, 4_000  # what is this small is solved more exactly than asked:
+SMALL, MILP_SHARE = 4_000, 0.6  # a MILP of more variables gets this share of the time that is left; the rest is the list walks'
+CHEAP_ROUNDS, CHEAP_VARIABLES = 3, 1_500  # what is this small is solved more exactly than asked:
 EXACT = 0.02  # to this share of the asked gap
 
 
@@ -67,7 +68,8 @@ def solve(
     The status is INFEASIBLE only where no schedule in any order fits; where none with this order does, it is UNKNOWN and
     ``notes["stopped"]`` says so. A schedule in another order has the keep-all time as its bound; ``notes["order_bound_ns"]`` has
     what is proved about the graph's own.
-    Unless the time limit struck (``notes["stopped"]``), the same arguments give the same plan.
+    Unless the time limit struck (``notes["stopped"]``, or ``notes["cut_short"]`` for a single MILP), the same arguments give the
+    same plan.
     """
     search = _Search(graph, budget_bytes, gap, time_limit_s, progress, seed=seed)
     try:
@@ -114,7 +116,9 @@ def _rounds(search: _Search, tightest: int) -> bool:
         model = stage_model(closed_graph, search.budget_bytes, events, inside)
         cheap = round_ <= CHEAP_ROUNDS and len(model.milp.cost) <= CHEAP_VARIABLES
         aim = EXACT * search.gap if cheap else search.gap
-        answer = _minimise(search, model, finest_ns if cheap else tolerance_ns, aim)
+        limit_s = (1.0 if len(model.milp.cost) <= SMALL else MILP_SHARE) * search.left_s
+        until = time.perf_counter() + limit_s
+        answer = _minimise(search, model, finest_ns if cheap else tolerance_ns, aim, limit_s)
         search.notes.update(events=len(events), inside_rows=len(inside), rounds=round_)
         if answer.outcome is Outcome.INFEASIBLE:
             if inside:  # schedules outside of that space may fit
@@ -125,9 +129,11 @@ def _rounds(search: _Search, tightest: int) -> bool:
         search.raise_bound(model.bound_ns(answer), restricted=bool(inside))
         if answer.values is None:
             return not search.done()
+        cut_short = answer.outcome is Outcome.STOPPED and time.perf_counter() >= until
 
         kept = model.kept(answer)
-        schedule = with_frees(graph, walk(model, kept))
+        sequence = walk(model, kept)
+        schedule = with_frees(graph, sequence)
         search.offer(schedule, "walk")
         if search.done(aim):
             return False
@@ -136,6 +142,7 @@ def _rounds(search: _Search, tightest: int) -> bool:
             chained, _ = block_schedule(graph, search.budget_bytes, time_limit_s=share_s, seed=search.seed)
             if chained is not None:
                 search.offer(chained, "blocks")
+                search.follow(list(computes(chained)))
         if round_ == 1:
             search.walks.start()
             _guide(search, closed_graph, tightest)
@@ -143,11 +150,14 @@ def _rounds(search: _Search, tightest: int) -> bool:
                 _anneal(search)
         if round_ == 1 and search.walks.runs is None and not _pebble(search):
             return False
-        search.walks.guide(list(zip(events, kept, strict=True)))
+        search.follow(sequence)
         search.walks.improve(min(WORK * 2 ** (round_ - 1), MOST_WORK))
         search.take_walk()
         if search.done(aim):
             return False
+        if cut_short:
+            search.notes["cut_short"] = True
+            return True
 
         more_events, more_inside = _missing(search, schedule, events, inside)
         events = sorted((*events, *more_events))
@@ -191,7 +201,7 @@ def _anneal(search: _Search) -> None:
 
 
 def _guide(search: _Search, closed_graph: Graph, event: int) -> None:
-    """Early schedules: one-event MILPs at shrunk budgets say what list walks under the true budget should hold on to."""
+    """Early schedules: list walks along what one-event MILPs at shrunk budgets would do."""
     for share in SHRINK:
         model = stage_model(closed_graph, int(share * search.budget_bytes), [event])
         answer = model.milp.minimise(
@@ -199,8 +209,7 @@ def _guide(search: _Search, closed_graph: Graph, event: int) -> None:
         )
         if answer.values is None or search.done():
             return
-        search.walks.guide([(event, model.kept(answer)[0])])
-        search.take_walk()
+        search.follow(walk(model, model.kept(answer)))
 
 
 def _search_on(search: _Search) -> None:
@@ -213,13 +222,13 @@ def _search_on(search: _Search) -> None:
         idle = 0 if search.walks.time_ns < before else idle + 1
 
 
-def _minimise(search: _Search, model: StageModel, tolerance_ns: float, aim: float) -> Answer:
+def _minimise(search: _Search, model: StageModel, tolerance_ns: float, aim: float, limit_s: float) -> Answer:
     """Solve the MILP to a tolerance; costs from which on the gap is closed to ``aim`` need not be told apart."""
     cutoff = math.inf
     if search.time_ns is not None:
         cutoff = ((1 - aim) * search.time_ns - search.base) / model.unit_ns + 0.01
     return model.milp.minimise(
-        time_limit_s=search.left_s, gap=tolerance_ns / model.unit_ns, cutoff=cutoff, node_limit=NODES, seed=search.seed
+        time_limit_s=limit_s, gap=tolerance_ns / model.unit_ns, cutoff=cutoff, node_limit=NODES, seed=search.seed
     )
 
 
@@ -274,11 +283,11 @@ class _Search(Incumbent):
     seed: int
 
     @cached_property
-    def walks(self) -> WeightSearch:
+    def walks(self) -> WalkSearch:
         """The list walks. Made when first asked for: many budgets need none, and their compiled code takes time to load."""
-        from planner.weight_search import WeightSearch
+        from planner.walk_search import WalkSearch
 
-        return WeightSearch(self.graph, self.budget_bytes, self.seed)
+        return WalkSearch(self.graph, self.budget_bytes, self.seed)
 
     @property
     def base(self) -> int:
@@ -292,6 +301,11 @@ class _Search(Incumbent):
     def distance_ns(self) -> float:
         """From the best bound to the best schedule; without a schedule, 1 % of the keep-all time."""
         return 0.01 * self.base if self.time_ns is None else self.time_ns - self.searched_ns
+
+    def follow(self, sequence: Sequence[int]) -> None:
+        """Let list walks begin from a sequence."""
+        self.walks.follow(sequence)
+        self.take_walk()
 
     def take_walk(self) -> None:
         """Offer the best list walk, where it is news."""

@@ -1,0 +1,227 @@
+"""Local search over list walks: cheap schedules where no proof is near.
+
+A lead is a route that a walk has followed until nothing changed any more. Each move follows it again from some place on, up to
+some other, with a change: re-runs left out and what they made dearer to lose; a value that waits long for its next read
+cheaper to lose; or noise on the weights of a stretch of ops. Routes come from the graph order, and from whoever has a sequence
+whose memory need not fit: a MILP's solution, a chain of blocks, an online run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numba
+import numpy as np
+
+from graphs.ir import Graph
+from planner.list_walk import Flags, Floats, Ints, ListWalk, Route, Walked
+
+FAR = (0.0, 0.5, 1.0, 2.0)  # exponents of the distance to the next read
+BACKWARD = (1.0, 30.0)  # factors of what the backward pass makes: by then most of what it came from is gone
+HELD = 1e50  # factor of the graph's outputs where they are to be made once
+LEADS = 4  # kept at a time
+ROUNDS = 20  # how often a route is followed at most until nothing changes
+HEAT = 0.015  # mean excess that a move may have over its lead, as a share of the lead's time beyond keep-all
+OVERHEAD = 200  # work of a move beside its runs, in runs
+MOST = 7  # moves take on up to 2**MOST ops or re-runs
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Lead:
+    """A sequence that walks lead to."""
+
+    route: Route
+    stuck: int  # as in Walked
+    reached: int  # how many ops, the end among them, run for the first time before
+    time_ns: float
+
+    @property
+    def complete(self) -> bool:
+        return self.stuck == self.route.runs.size
+
+    @property
+    def merit(self) -> tuple[int, float]:
+        """Less is better: a walk that gets further, then one that takes less time."""
+        return -self.reached, self.time_ns
+
+
+class WalkSearch:
+    """Keeps the best leads and changes them.
+
+    Repeats exactly for the same calls and seed.
+
+    runs     the cheapest sequence found, None before one fits
+    time_ns  of that sequence; infinite before
+    """
+
+    def __init__(self, graph: Graph, budget_bytes: int, seed: int) -> None:
+        self._walk = ListWalk(graph, budget_bytes)
+        self._ops = len(graph.ops)
+        self._values = len(graph.values)
+        self._keep_all_ns = float(graph.keep_all_time_ns)
+        self._random = np.random.default_rng(seed)
+        self._producer = graph.producer
+        self._is_output = np.array([v in graph.outputs for v in range(self._values)], bool)
+        self._is_backward = np.array([p >= 0 and graph.ops[p].backward for p in graph.producer], bool)
+        self._leads: list[_Lead] = []
+        self.runs: Ints | None = None
+        self.time_ns = math.inf
+
+    def start(self) -> None:
+        """Follow the graph order, with the graph's outputs held once they are made or not."""
+        plain = self._walk.route(range(self._ops))
+        for held in (HELD, 1.0):
+            for factor in BACKWARD if self._is_backward.any() else (1.0,):
+                weights = np.where(self._is_output, held, np.where(self._is_backward, factor, 1.0))
+                for far in FAR[1:]:
+                    self._settle(self._walk.follow(plain, far=far, weights=weights), far)
+
+    def follow(self, runs: Sequence[int]) -> None:
+        """Follow a sequence that holds every op, in a valid order of first executions; its memory need not fit."""
+        route = self._walk.route(runs)
+        for far in FAR:
+            self._settle(self._walk.follow(route, far=far), far)
+
+    def improve(self, work: int) -> None:
+        """Try changes of the leads until about ``work`` ops have run (in walks, not in the world)."""
+        for lead in list(self._leads):
+            self._climb(lead, work // len(self._leads))
+
+    def _settle(self, walked: Walked, far: float) -> None:
+        """Follow a walk's own route again until that changes nothing, and take it for a lead."""
+        for _ in range(ROUNDS):
+            if not walked.complete:
+                break
+            again = self._walk.follow(self._walk.route(walked.runs), far=far)
+            if again.time_ns >= walked.time_ns:
+                break
+            walked = again
+        self._take(self._lead(walked))
+
+    def _lead(self, walked: Walked) -> _Lead:
+        route = self._walk.route(walked.runs)
+        return _Lead(route, walked.stuck, int((route.first_at < walked.stuck).sum()), walked.time_ns)
+
+    def _take(self, lead: _Lead, instead: _Lead | None = None) -> None:
+        """Keep a lead where it is among the best, of those with the same merit only one."""
+        if instead is not None:
+            self._leads.remove(instead)
+        if all(lead.merit != other.merit for other in self._leads):
+            self._leads = sorted((*self._leads, lead), key=lambda one: one.merit)[:LEADS]
+        if lead.complete and lead.time_ns < self.time_ns:
+            self.runs, self.time_ns = lead.route.runs[:-1], lead.time_ns
+
+    def _climb(self, start: _Lead, work: int) -> None:
+        best = lead = start
+        rng = self._random
+        heat_ns = HEAT * (start.time_ns - self._keep_all_ns) if start.complete else 0.0
+        while work > 0:
+            walked = self._move(lead)
+            work -= OVERHEAD
+            if walked is None:
+                continue
+            work -= walked.work
+            slack_ns = heat_ns * rng.exponential() if walked.complete else 0.0
+            if lead.complete and (not walked.complete or walked.time_ns - slack_ns > lead.time_ns):
+                continue
+            found = self._lead(walked)
+            if (-found.reached, found.time_ns - slack_ns) <= lead.merit:
+                lead = found
+                if lead.merit < best.merit:
+                    best = lead
+        if best is not start:
+            self._take(best, instead=start)
+
+    def _move(self, lead: _Lead) -> Walked | None:
+        rng = self._random
+        far = FAR[rng.integers(len(FAR))]
+        weights, left_out = np.ones(self._values), None
+        kind = rng.integers(3)
+        if kind == 0:
+            change = self._hold(lead, weights)
+            if change is None:
+                return None
+            begin, until, left_out = change
+        elif kind == 1:
+            window = self._let_go(lead, weights)
+            if window is None:
+                return None
+            begin, until = window
+        else:
+            begin, until = self._shake(lead, weights)
+        if not lead.complete:
+            begin = 0  # what the route has in memory further on is known only where it fits
+        return self._walk.follow(lead.route, far=far, weights=weights, left_out=left_out, begin=begin, until=until)
+
+    def _hold(self, lead: _Lead, weights: Floats) -> tuple[int, int, Flags] | None:
+        """Leave out some re-runs, dear ones likelier, and make what they made dearer to lose since its last use."""
+        rng, route = self._random, lead.route
+        is_first = np.zeros(route.runs.size + 1, bool)
+        is_first[route.first_at] = True
+        again = np.flatnonzero(~is_first[: lead.stuck])
+        if not again.size:
+            return None
+        dear_ns = np.cumsum(self._walk.op_time_ns[route.runs[again]] + 1)
+        at = int(np.searchsorted(dear_ns, rng.random() * dear_ns[-1]))
+        length = 2 ** int(rng.integers(MOST))
+        begin = max(0, at - int(rng.integers(length)))
+        chosen = again[begin : begin + length]
+        if rng.random() < 0.3:
+            chosen = chosen[rng.random(chosen.size) < 0.5]
+            if not chosen.size:
+                return None
+        left_out = np.zeros(route.runs.size, np.bool_)
+        left_out[chosen] = True
+        factor = math.exp(rng.uniform(0, 8))
+        walk = self._walk
+        since = _dearer(chosen, factor, weights, route.runs, walk.out_rows, walk.outputs, route.use_rows, route.uses)
+        return since, int(chosen[-1]) + 1, left_out
+
+    def _let_go(self, lead: _Lead, weights: Floats) -> tuple[int, int] | None:
+        """Make a value cheaper to lose from one use to its next read, and perhaps what was made next to it."""
+        rng, route = self._random, lead.route
+        for _ in range(20):
+            v = int(rng.integers(self._values))
+            uses = route.uses[route.use_rows[v] : route.use_rows[v + 1]]
+            if uses.size >= 2:
+                k = int(rng.integers(uses.size - 1))
+                begin, until = int(uses[k]) // 2, int(uses[k + 1]) // 2 + 1
+                if uses[k + 1] % 2 == 0 and until - begin > 4 and begin < lead.stuck:
+                    break
+        else:
+            return None
+        factor = math.exp(-rng.uniform(0, 8))
+        weights[v] = factor
+        if rng.random() < 0.7:
+            weights[self._made_from(self._producer[v], 2 ** int(rng.integers(MOST - 1)))] = factor
+        return begin, until
+
+    def _shake(self, lead: _Lead, weights: Floats) -> tuple[int, int]:
+        """Noise on the weights of what a stretch of ops makes, over some stretch of the route."""
+        rng = self._random
+        made = self._made_from(int(rng.integers(self._ops)), 2 ** int(rng.integers(MOST + 1)))
+        weights[made] *= np.exp(rng.choice((0.3, 1.0, 3.0, 6.0)) * rng.standard_normal(made.size))
+        begin = int(rng.integers(lead.stuck))
+        return begin, min(lead.route.runs.size, begin + 2 ** int(rng.integers(3, 12)))
+
+    def _made_from(self, op: int, count: int) -> Ints:
+        """What ``count`` ops from ``op`` on make."""
+        walk = self._walk
+        return walk.outputs[walk.out_rows[op] : walk.out_rows[min(op + count, self._ops)]]
+
+
+@numba.njit(cache=True)
+def _dearer(chosen, factor, weights, runs, out_rows, outputs, use_rows, uses):  # type: ignore[no-untyped-def]  # pragma: no cover
+    """Multiply the weights of what the chosen runs make; the position of the earliest last use before."""
+    since = chosen[0]
+    for i in chosen:
+        op = runs[i]
+        for a in range(out_rows[op], out_rows[op + 1]):
+            v = outputs[a]
+            weights[v] *= factor
+            k = use_rows[v] + np.searchsorted(uses[use_rows[v] : use_rows[v + 1]], 2 * i + 1)
+            if k > use_rows[v]:
+                since = min(since, uses[k - 1] // 2)
+    return since
