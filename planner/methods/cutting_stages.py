@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -43,7 +43,7 @@ ANNEAL_CHUNKS, ANNEAL_CHUNK = 400, 2_500  # moves
 HEAT = 5.0, 1e-4  # first and last temperature, times the number of ops, as shares of the objective
 IDLE_ROUNDS = 10  # stop after as many searches in a row that found nothing, when there is no event left to add
 NODES = 2_000  # branch-and-bound nodes of one MILP at most
-SMALL, MILP_SHARE = 4_000, 0.6  # a MILP of more variables gets this share of the time that is left; the rest is the list walks'
+SMALL, MILP_SHARE = 4_000, 0.5  # a MILP of more variables gets this share of the time that is left; the rest is the list walks'
 CHEAP_ROUNDS, CHEAP_VARIABLES = 3, 1_500  # what is this small is solved more exactly than asked:
 EXACT = 0.02  # to this share of the asked gap
 
@@ -81,8 +81,7 @@ def solve(
         search.take_walk()
     bound_ns = search.bound_ns
     if search.best is not None and search.time_ns is not None:
-        first_runs = list(dict.fromkeys(computes(search.best)))
-        if first_runs == sorted(first_runs):
+        if _in_graph_order(computes(search.best)):
             bound_ns = min(bound_ns, search.time_ns)  # above it by the solver's rounding at most
         else:  # what holds for all orders is the keep-all time
             search.notes["order"] = "first executions are not in graph order"
@@ -265,6 +264,12 @@ def _missing(
     return more_events, more_inside
 
 
+def _in_graph_order(sequence: Iterable[int]) -> bool:
+    """Whether ops run for the first time in the order of their numbers."""
+    first_runs = list(dict.fromkeys(sequence))
+    return first_runs == sorted(first_runs)
+
+
 def _next_first_run(graph: Graph, schedule: Schedule, at: int) -> int:
     """The op that runs for the first time at step ``at`` or next after it; the number after the last op where none does."""
     seen: set[int] = set()
@@ -303,9 +308,10 @@ class _Search(Incumbent):
         return 0.01 * self.base if self.time_ns is None else self.time_ns - self.searched_ns
 
     def follow(self, sequence: Sequence[int]) -> None:
-        """Let list walks begin from a sequence."""
-        self.walks.follow(sequence)
-        self.take_walk()
+        """Let list walks begin from a sequence with first executions in graph order: of others nothing is proved."""
+        if _in_graph_order(sequence):
+            self.walks.follow(sequence)
+            self.take_walk()
 
     def take_walk(self) -> None:
         """Offer the best list walk, where it is news."""
