@@ -37,7 +37,7 @@ class Op:
     kind             operator name, for reports ("aten.mm")
     random           draws random numbers: run again, it repeats its first draw
     effect           acts on the outside world: runs exactly once
-    backward         belongs to the backward pass (for reports; no rule depends on it)
+    backward         belongs to the backward pass; no cost and no schedule's validity depends on it
     """
 
     name: str

@@ -24,7 +24,7 @@ from online.heuristics import DEFAULT_RULE
 from planner.budget import format_bytes, resolve_budget
 from planner.methods import METHODS
 from planner.milp import solving
-from planner.plan import infeasible, solve, with_costs
+from planner.plan import infeasible, solve, solve_halves, with_costs
 from planner.result import Plan, Status
 from planner.schedule import keep_all
 from planner.simulate import simulate
@@ -352,7 +352,7 @@ def _plan(arguments: argparse.Namespace) -> int:
         graph = loaded.graph
         budget_bytes = resolve_budget(arguments.budget, simulate(graph, keep_all(graph)).peak_bytes)
         status(f"{arguments.method} in {format_bytes(budget_bytes)}")
-        plan = solve(
+        plan = (solve if loaded.step is None else solve_halves)(
             graph,
             budget_bytes,
             method=arguments.method,

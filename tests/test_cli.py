@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from belady.cli import main
+from belady.cli import Loaded, main, parser
 from graphs.ir import Graph, Op, Value
 from graphs.serialize import save_graph
 from tests.test_compare import training_chain
@@ -160,7 +160,7 @@ def test_the_command_is_installed() -> None:
 # A solver that has been running for a moment when Ctrl-C comes, on a program it cannot solve within the time limit.
 INTERRUPTED = """
 import os, random, signal, sys, threading
-from belady.cli import main
+from belady.cli import Loaded, main, parser
 from planner import milp
 
 draw, hard = random.Random(0), milp.Milp()
@@ -280,6 +280,27 @@ def test_what_a_users_file_prints_is_not_among_the_rows(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
     assert [row["status"] for row in rows(done.stdout)] == ["OPTIMAL"]
     assert done.stderr == "imported\nmade\n"
+
+
+def test_the_saved_plan_of_a_model_fits_its_module(tmp_path: Path) -> None:
+    """Under this budget the cheapest schedule lets go of running statistics and makes them again; a module cannot."""
+    from planner import load_plan
+    from planner.schedule import hold_early
+    from planner.simulate import simulate
+
+    script, out = tmp_path / "norms.py", tmp_path / "plan.json"
+    script.write_text(
+        "import torch\nfrom torch import nn\n"
+        "def make():\n    layers = [[nn.Linear(8, 8, bias=False), nn.BatchNorm1d(8), nn.Tanh()] for _ in range(3)]\n"
+        "    return nn.Sequential(*sum(layers, [])), torch.randn(16, 8), lambda out: out.sum()\n"
+    )
+    command = ["plan", f"{script}:make", "--device=cpu", "--budget=0.8", "--out", str(out)]
+    assert main(command) == 0
+    step = Loaded(parser().parse_args(command), lambda words: None).executable()
+    plan = load_plan(out, step)
+    assert plan.schedule == hold_early(step.graph, plan.schedule) and plan.row()["recomputed_ops"]
+    assert simulate(step.graph, plan.schedule).peak_bytes <= plan.budget_bytes
+    plan.module()
 
 
 @pytest.mark.parametrize(
