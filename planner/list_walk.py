@@ -281,8 +281,9 @@ def _walk(  # type: ignore[no-untyped-def]  # pragma: no cover
     held, ran, total, inside_count = 0, 0, 0.0, 0
     absent = 0  # values that the route has in memory here and the walk has not
     for v in range(value_count):
-        k = use_rows[v] + np.searchsorted(uses[use_rows[v] : use_rows[v + 1]], 2 * begin)
-        end = use_rows[v + 1]
+        k, end = use_rows[v], use_rows[v + 1]
+        while k < end and uses[k] < 2 * begin:
+            k += 1
         was_made, k_left = k > use_rows[v], _after(k, end, uses, left_out)
         if was_made and _is_read(k, end, uses) and k_left < end:
             present[v] = True

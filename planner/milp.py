@@ -12,7 +12,7 @@ import enum
 import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -93,17 +93,25 @@ class Milp:
         self.entries.extend((row, x, a) for x, a in terms)
 
     def minimise(
-        self, *, time_limit_s: float, gap: float = 0.0, cutoff: float = math.inf, node_limit: int | None = None, seed: int = 0
+        self,
+        *,
+        time_limit_s: float,
+        gap: float = 0.0,
+        cutoff: float = math.inf,
+        node_limit: int | None = None,
+        seed: int = 0,
+        meanwhile: Callable[[], None] | None = None,
     ) -> Answer:
         """Solve with HiGHS.
 
         gap         stop when cost - bound is at most this (absolute)
         cutoff      only solutions below this matter; proving that there is none ends the solve with CUT_OFF
         node_limit  stop after this many branch-and-bound nodes: a limit that does not depend on the machine
+        meanwhile   called once, while HiGHS works on a thread of its own; the answer comes when both are done
         """
         proto = self.proto()
         began = time.perf_counter()
-        result = _run(proto, _parameters(time_limit_s, gap, cutoff, node_limit, seed))
+        result = _run(proto, _parameters(time_limit_s, gap, cutoff, node_limit, seed), meanwhile)
         if _infeasible(result):
             # HiGHS's presolve has called feasible models infeasible, so its word is asked for again without presolve.
             left_s = time_limit_s - (time.perf_counter() - began)
@@ -208,7 +216,7 @@ def _wait() -> None:
         done.wait()
 
 
-def _run(proto: Any, parameters: Any) -> Any:
+def _run(proto: Any, parameters: Any, meanwhile: Callable[[], None] | None = None) -> Any:
     """Solve on a daemon thread, which an interrupted caller leaves behind. None where HiGHS gives up over its numerics."""
     results: list[Any] = []
     errors: list[BaseException] = []
@@ -241,6 +249,8 @@ def _run(proto: Any, parameters: Any) -> Any:
     thread = threading.Thread(target=work, name="highs", daemon=True)
     try:
         thread.start()
+        if meanwhile is not None:
+            meanwhile()
         while not done.wait(0.1):
             pass
     except BaseException:

@@ -9,6 +9,7 @@ whose memory need not fit: a MILP's solution, a chain of blocks, an online run.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -84,10 +85,13 @@ class WalkSearch:
         for far in FAR:
             self._settle(self._walk.follow(route, far=far), far)
 
-    def improve(self, work: int) -> None:
-        """Try changes of the leads until about ``work`` ops have run (in walks, not in the world)."""
+    def improve(self, work: int, *, deadline: float = math.inf) -> None:
+        """Try changes of the leads until about ``work`` ops have run (in walks, not in the world), or the clock says so.
+
+        deadline  as ``time.perf_counter`` tells it; a search that it ends does not repeat
+        """
         for lead in list(self._leads):
-            self._climb(lead, work // len(self._leads))
+            self._climb(lead, work // len(self._leads), deadline)
 
     def _settle(self, walked: Walked, far: float) -> None:
         """Follow a walk's own route again until that changes nothing, and take it for a lead."""
@@ -113,11 +117,11 @@ class WalkSearch:
         if lead.complete and lead.time_ns < self.time_ns:
             self.runs, self.time_ns = lead.route.runs[:-1], lead.time_ns
 
-    def _climb(self, start: _Lead, work: int) -> None:
+    def _climb(self, start: _Lead, work: int, deadline: float) -> None:
         best = lead = start
         rng = self._random
         heat_ns = HEAT * (start.time_ns - self._keep_all_ns) if start.complete else 0.0
-        while work > 0:
+        while work > 0 and time.perf_counter() < deadline:
             walked = self._move(lead)
             work -= OVERHEAD
             if walked is None:

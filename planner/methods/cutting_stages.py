@@ -41,7 +41,7 @@ PEBBLE_STATES = 5_000  # sets of values to visit at most where nothing fits so f
 ANNEAL_SHARE = 0.4  # of the time that is left, at most, where nothing fits so far
 ANNEAL_CHUNKS, ANNEAL_CHUNK = 400, 2_500  # moves
 HEAT = 5.0, 1e-4  # first and last temperature, times the number of ops, as shares of the objective
-IDLE_ROUNDS = 10  # stop after as many searches in a row that found nothing, when there is no event left to add
+IDLE_ROUNDS = 4  # stop after as many searches in a row that found nothing
 NODES = 2_000  # branch-and-bound nodes of one MILP at most
 SMALL, MILP_SHARE = 4_000, 0.5  # a MILP of more variables gets this share of the time that is left; the rest is the list walks'
 CHEAP_ROUNDS, CHEAP_VARIABLES = 3, 1_500  # what is this small is solved more exactly than asked:
@@ -110,14 +110,19 @@ def _rounds(search: _Search, tightest: int) -> bool:
     graph, closed_graph = search.graph, with_end(search.graph)
     events, inside = [tightest], list[Inside]()
     finest_ns = EXACT * search.gap * search.base
-    tolerance_ns = finest_ns
+    tolerance_ns, share = finest_ns, MILP_SHARE
     for round_ in itertools.count(1):
         model = stage_model(closed_graph, search.budget_bytes, events, inside)
         cheap = round_ <= CHEAP_ROUNDS and len(model.milp.cost) <= CHEAP_VARIABLES
         aim = EXACT * search.gap if cheap else search.gap
-        limit_s = (1.0 if len(model.milp.cost) <= SMALL else MILP_SHARE) * search.left_s
+        limit_s = (1.0 if len(model.milp.cost) <= SMALL else share) * search.left_s
         until = time.perf_counter() + limit_s
-        answer = _minimise(search, model, finest_ns if cheap else tolerance_ns, aim, limit_s)
+        work = min(WORK * 2 ** (round_ - 1), MOST_WORK)
+
+        def meanwhile(work: int = work, until: float = until) -> None:
+            search.walks.improve(work, deadline=until)
+
+        answer = _minimise(search, model, finest_ns if cheap else tolerance_ns, aim, limit_s, meanwhile if round_ > 1 else None)
         search.notes.update(events=len(events), inside_rows=len(inside), rounds=round_)
         if answer.outcome is Outcome.INFEASIBLE:
             if inside:  # schedules outside of that space may fit
@@ -144,19 +149,24 @@ def _rounds(search: _Search, tightest: int) -> bool:
                 search.follow(list(computes(chained)))
         if round_ == 1:
             search.walks.start()
+            if search.best is not None:
+                search.follow(list(computes(search.best)))
             _guide(search, closed_graph, tightest)
             if search.time_ns is None and not search.done():
                 _anneal(search)
         if round_ == 1 and search.walks.runs is None and not _pebble(search):
             return False
         search.follow(sequence)
-        search.walks.improve(min(WORK * 2 ** (round_ - 1), MOST_WORK))
+        search.walks.improve(work, deadline=search.deadline)
         search.take_walk()
         if search.done(aim):
             return False
-        if cut_short:
-            search.notes["cut_short"] = True
-            return True
+        if cut_short:  # list walks get their share, and the same MILP what they leave
+            search.notes["cut_short"], share = True, 1.0
+            _search_on(search)
+            if search.done():
+                return False
+            continue
 
         more_events, more_inside = _missing(search, schedule, events, inside)
         events = sorted((*events, *more_events))
@@ -216,18 +226,30 @@ def _search_on(search: _Search) -> None:
     idle = 0
     while idle < IDLE_ROUNDS and not search.done():
         before = search.walks.time_ns
-        search.walks.improve(MOST_WORK)
+        search.walks.improve(MOST_WORK, deadline=search.deadline)
         search.take_walk()
         idle = 0 if search.walks.time_ns < before else idle + 1
 
 
-def _minimise(search: _Search, model: StageModel, tolerance_ns: float, aim: float, limit_s: float) -> Answer:
+def _minimise(
+    search: _Search,
+    model: StageModel,
+    tolerance_ns: float,
+    aim: float,
+    limit_s: float,
+    meanwhile: Callable[[], None] | None,
+) -> Answer:
     """Solve the MILP to a tolerance; costs from which on the gap is closed to ``aim`` need not be told apart."""
     cutoff = math.inf
     if search.time_ns is not None:
         cutoff = ((1 - aim) * search.time_ns - search.base) / model.unit_ns + 0.01
     return model.milp.minimise(
-        time_limit_s=limit_s, gap=tolerance_ns / model.unit_ns, cutoff=cutoff, node_limit=NODES, seed=search.seed
+        time_limit_s=limit_s,
+        gap=tolerance_ns / model.unit_ns,
+        cutoff=cutoff,
+        node_limit=NODES,
+        seed=search.seed,
+        meanwhile=meanwhile,
     )
 
 
