@@ -31,6 +31,7 @@ from graphs.ir import Graph
 
 REMAKE_LIMIT = 300  # ancestors counted in a score at most; beyond, a value is dear enough anyway
 MOST_RUNS = 5  # for each run of a route; a walk that makes more is stuck
+MOST_LOOKUPS = 1_000_000  # of missing ancestors, a second or two: a walk that makes more is stuck, for nothing can interrupt it
 SOON = 1e-200  # factor of a score where the route makes the value again anyway; any weight in use is between 1e-100 and 1e100
 
 Ints = npt.NDArray[np.int64]
@@ -128,10 +129,10 @@ class ListWalk:
 
         far       how much a far next read counts: 0, 0.5, 1 or 2
         weights   one factor per value for its score (default: all 1)
-        left_out  for each position, whether to leave out its run, which must be a repeat
+        left_out  for each position, whether to leave out its run, which must be a repeat between begin and until
         begin     position to begin at, with what the route has in memory there. If not the first one, the route must fit, and
                   the walk ends as soon as nothing changes any more; else it goes on to the end
-        until     weights and left_out count before this position (default: the end of the route)
+        until     weights count before this position (default: the end of the route)
         """
         runs = np.empty(int(1.5 * (route.runs.size - begin)) + 50 if begin else MOST_RUNS * route.runs.size, np.int64)
         ran, at, time_ns, stuck, work = _walk(  # type: ignore[call-arg]  # numba types its functions as taking none
@@ -218,6 +219,23 @@ def _drop(v, present, inside, place, inside_count):  # type: ignore[no-untyped-d
     inside[place[v]] = inside[inside_count]
     place[inside[inside_count]] = place[v]
     return inside_count
+
+
+@numba.njit(cache=True)
+def _sift(k, count, score, rate, candidates):  # type: ignore[no-untyped-def]  # pragma: no cover
+    """Move entry ``k`` of a heap down to its place: the least score is at the top, of equal ones that of the lower value."""
+    moved_score, moved_rate, moved = score[k], rate[k], candidates[k]
+    while 2 * k + 1 < count:
+        child = 2 * k + 1
+        if child + 1 < count and (
+            score[child + 1] < score[child] or (score[child + 1] == score[child] and candidates[child + 1] < candidates[child])
+        ):
+            child += 1
+        if moved_score < score[child] or (moved_score == score[child] and moved < candidates[child]):
+            break
+        score[k], rate[k], candidates[k] = score[child], rate[child], candidates[child]
+        k = child
+    score[k], rate[k], candidates[k] = moved_score, moved_rate, moved
 
 
 @numba.njit(cache=True)
@@ -382,26 +400,26 @@ def _walk(  # type: ignore[no-untyped-def]  # pragma: no cover
                             score[candidate_count] = per_ns * again[producer[v]]
                         candidates[candidate_count] = v
                         candidate_count += 1
+                    for k in range(candidate_count // 2 - 1, -1, -1):
+                        _sift(k, candidate_count, score, rate, candidates)
                     while excess > 0 and candidate_count > 0:
-                        least = 0
-                        for k in range(1, candidate_count):
-                            if score[k] < score[least] or (score[k] == score[least] and candidates[k] < candidates[least]):
-                                least = k
-                        if score[least] == np.inf:  # nothing left that could be made again
+                        if score[0] == np.inf or stamp > MOST_LOOKUPS:  # nothing left to make again, or too much asked
                             break
-                        v = candidates[least]
-                        if rate[least] > 0.0:
+                        v = candidates[0]
+                        if rate[0] > 0.0:
                             stamp += 1
                             remake = _remake_time(v, producer, in_rows, inputs, again, present, seen, stamp, todo)
-                            score[least], rate[least] = rate[least] * remake, 0.0
+                            score[0], rate[0] = rate[0] * remake, 0.0
+                            _sift(0, candidate_count, score, rate, candidates)
                             continue
                         candidate_count -= 1
-                        candidates[least] = candidates[candidate_count]
-                        score[least], rate[least] = score[candidate_count], rate[candidate_count]
+                        score[0], rate[0] = score[candidate_count], rate[candidate_count]
+                        candidates[0] = candidates[candidate_count]
+                        _sift(0, candidate_count, score, rate, candidates)
                         gone[gone_count] = v
                         gone_count += 1
                         excess -= size[v]
-                if excess > 0:
+                if excess > 0 or stamp > MOST_LOOKUPS:
                     return ran_before, i, total_before, True, ran
                 for k in range(gone_count - 1, -1, -1):
                     v = gone[k]

@@ -17,6 +17,8 @@ from planner.simulate import simulate
 from planner.walk_search import WalkSearch
 from tests.strategies import random_budget, random_graph
 
+COMPILED = ("_walk", "_remake_time", "_drop", "_sift", "_after", "_is_read", "_power", "_places")
+
 
 def weights_of(graph: Graph, seed: int) -> list_walk.Floats:
     return np.exp(np.random.default_rng(seed).normal(size=len(graph.values)) * 3)
@@ -119,9 +121,20 @@ def test_the_compiled_walk_is_the_written_one(monkeypatch: pytest.MonkeyPatch) -
         return found
 
     compiled = walks()
-    for name in ("_walk", "_remake_time", "_drop", "_after", "_is_read", "_power", "_places"):
+    for name in COMPILED:
         monkeypatch.setattr(list_walk, name, getattr(list_walk, name).py_func)
     assert walks() == compiled
+
+
+def test_a_walk_that_looks_up_too_much_is_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = linear_network(12)
+    budget_bytes = simulate(graph, keep_all(graph)).peak_bytes // 2
+    for name in COMPILED:
+        monkeypatch.setattr(list_walk, name, getattr(list_walk, name).py_func)
+    walk = ListWalk(graph, budget_bytes)
+    assert walk.follow(walk.route(range(len(graph.ops)))).complete
+    monkeypatch.setattr(list_walk, "MOST_LOOKUPS", 3)
+    assert not walk.follow(walk.route(range(len(graph.ops)))).complete
 
 
 def test_what_is_dear_is_not_made_twice() -> None:
