@@ -32,6 +32,7 @@ from graphs.ir import Graph
 REMAKE_LIMIT = 300  # ancestors counted in a score at most; beyond, a value is dear enough anyway
 MOST_RUNS = 5  # for each run of a route; a walk that makes more is stuck
 MOST_LOOKUPS = 1_000_000  # of missing ancestors, a second or two: a walk that makes more is stuck, for nothing can interrupt it
+LEAST_NS = 1e-9  # what an op of no time counts in a score: were it nothing, no factor would tell such values apart
 SOON = 1e-200  # factor of a score where the route makes the value again anyway; any weight in use is between 1e-100 and 1e100
 
 Ints = npt.NDArray[np.int64]
@@ -90,7 +91,7 @@ class ListWalk:
         self.in_rows, self.inputs = _rows(inputs)
         self.out_rows, self.outputs = _rows(outputs)
         needs = [op.workspace_bytes + sum(graph.values[v].size_bytes for v in op.outputs) for op in graph.ops]
-        again = [math.inf if op.effect else float(op.time_ns) for op in graph.ops]
+        again = [math.inf if op.effect else max(float(op.time_ns), LEAST_NS) for op in graph.ops]
         self.op_time_ns = np.array([*(float(op.time_ns) for op in graph.ops), 0.0])
         self.end = count
         self._graph: tuple[Any, ...] = (

@@ -126,6 +126,23 @@ def test_the_compiled_walk_is_the_written_one(monkeypatch: pytest.MonkeyPatch) -
     assert walks() == compiled
 
 
+@pytest.mark.parametrize("seed", [2734, 3658, 10894])
+def test_a_route_that_fits_stays_so_where_ops_take_no_time(seed: int) -> None:
+    graph = random_graph(seed, max_ops=9, random=True)
+    peak_bytes = simulate(graph, keep_all(graph)).peak_bytes
+    followed = 0
+    for budget_bytes in range(peak_bytes):
+        walk = ListWalk(graph, budget_bytes)
+        for draw in range(10):
+            first = walk.follow(walk.route(range(len(graph.ops))), weights=weights_of(graph, draw))
+            if first.complete:
+                followed += 1
+                again = walk.follow(walk.route(first.runs), weights=weights_of(graph, draw + 1))
+                assert again.complete
+                assert again.time_ns <= first.time_ns
+    assert followed
+
+
 def test_a_walk_that_looks_up_too_much_is_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = linear_network(12)
     budget_bytes = simulate(graph, keep_all(graph)).peak_bytes // 2
