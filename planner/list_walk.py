@@ -48,6 +48,7 @@ class Route:
     first_at        for each op, where it runs for the first time
     use_rows, uses  for value v, uses[use_rows[v] : use_rows[v + 1]]: 2 · position of each read, 2 · position + 1 of each making
     time_ns         at position i, the time of the runs before; one entry more than runs
+    repeats_ns      the same, for those runs that are repeats
     """
 
     runs: Ints
@@ -55,6 +56,7 @@ class Route:
     use_rows: Ints
     uses: Ints
     time_ns: Floats
+    repeats_ns: Floats
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -114,7 +116,11 @@ class ListWalk:
         if not whole.size or whole[-1] != self.end:
             whole = np.append(whole, self.end)
         first_at, use_rows, uses = _places(whole, self.in_rows, self.inputs, self.out_rows, self.outputs, self._plain.size)
-        return Route(whole, first_at, use_rows, uses, np.concatenate(([0.0], np.cumsum(self.op_time_ns[whole]))))
+        time_ns = self.op_time_ns[whole]
+        repeats_ns = time_ns.copy()
+        repeats_ns[first_at[first_at < whole.size]] = 0.0
+        sums = (np.concatenate(([0.0], np.cumsum(times))) for times in (time_ns, repeats_ns))
+        return Route(whole, first_at, use_rows, uses, *sums)
 
     def follow(
         self,
@@ -125,6 +131,7 @@ class ListWalk:
         left_out: Flags | None = None,
         begin: int = 0,
         until: int | None = None,
+        slack_ns: float = math.inf,
     ) -> Walked:
         """Walk along a route.
 
@@ -134,6 +141,7 @@ class ListWalk:
         begin     position to begin at, with what the route has in memory there. If not the first one, the route must fit, and
                   the walk ends as soon as nothing changes any more; else it goes on to the end
         until     weights count before this position (default: the end of the route)
+        slack_ns  give up, as stuck, where the walk is later than the route by more than this and what it can still leave out
         """
         runs = np.empty(int(1.5 * (route.runs.size - begin)) + 50 if begin else MOST_RUNS * route.runs.size, np.int64)
         ran, at, time_ns, stuck, work = _walk(  # type: ignore[call-arg]  # numba types its functions as taking none
@@ -142,11 +150,14 @@ class ListWalk:
             route.first_at,
             route.use_rows,
             route.uses,
+            route.time_ns,
+            route.repeats_ns,
             begin,
-            route.runs.size if until is None else until,
+            route.runs.size if until is None else min(until, route.runs.size),
             np.zeros(route.runs.size, np.bool_) if left_out is None else left_out,
             self._plain if weights is None else weights,
             far,
+            slack_ns,
             runs,
         )
         whole = np.concatenate((route.runs[:begin], runs[:ran], route.runs[min(at, route.runs.size - 1) :]))
@@ -279,11 +290,14 @@ def _walk(  # type: ignore[no-untyped-def]  # pragma: no cover
     first_at,
     use_rows,
     uses,
+    time_ns,
+    repeats_ns,
     begin,
     until,
     left_out,
     weights,
     far,
+    slack_ns,
     runs,
 ):
     """The walk of the module's docstring.
@@ -320,6 +334,9 @@ def _walk(  # type: ignore[no-untyped-def]  # pragma: no cover
     for i in range(begin, route.size):
         if begin > 0 and i >= until and absent == 0:
             return ran, i, total, False, ran
+        late_ns = total - (time_ns[i] - time_ns[begin])
+        if late_ns > slack_ns + max(0.0, repeats_ns[until] - repeats_ns[i]):
+            return ran, i, total, True, ran
         if left_out[i]:
             continue
         target = route[i]

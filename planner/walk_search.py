@@ -70,33 +70,41 @@ class WalkSearch:
         self.runs: Ints | None = None
         self.time_ns = math.inf
 
-    def start(self) -> None:
-        """Follow the graph order, with the graph's outputs held once they are made or not."""
+    def start(self, *, deadline: float = math.inf) -> None:
+        """Follow the graph order, with the graph's outputs held once they are made or not.
+
+        deadline  as ``time.perf_counter`` tells it; only the first walk begins after it
+        """
         plain = self._walk.route(range(self._ops))
         for held in (HELD, 1.0):
             for factor in BACKWARD if self._is_backward.any() else (1.0,):
                 weights = np.where(self._is_output, held, np.where(self._is_backward, factor, 1.0))
                 for far in FAR[1:]:
-                    self._settle(self._walk.follow(plain, far=far, weights=weights), far)
+                    if not self._leads or time.perf_counter() < deadline:
+                        self._settle(self._walk.follow(plain, far=far, weights=weights), far, deadline)
 
-    def follow(self, runs: Sequence[int]) -> None:
-        """Follow a sequence that holds every op, in a valid order of first executions; its memory need not fit."""
+    def follow(self, runs: Sequence[int], *, deadline: float = math.inf) -> None:
+        """Follow a sequence that holds every op, in a valid order of first executions; its memory need not fit.
+
+        deadline  as ``time.perf_counter`` tells it; no walk begins after it
+        """
         route = self._walk.route(runs)
         for far in FAR:
-            self._settle(self._walk.follow(route, far=far), far)
+            if time.perf_counter() < deadline:
+                self._settle(self._walk.follow(route, far=far), far, deadline)
 
     def improve(self, work: int, *, deadline: float = math.inf) -> None:
         """Try changes of the leads until about ``work`` ops have run (in walks, not in the world), or the clock says so.
 
         deadline  as ``time.perf_counter`` tells it; a search that it ends does not repeat
         """
-        for lead in list(self._leads):
+        for lead in [lead for lead in self._leads if lead.stuck and self._values]:  # of another, there is nothing to change
             self._climb(lead, work // len(self._leads), deadline)
 
-    def _settle(self, walked: Walked, far: float) -> None:
+    def _settle(self, walked: Walked, far: float, deadline: float) -> None:
         """Follow a walk's own route again until that changes nothing, and take it for a lead."""
         for _ in range(ROUNDS):
-            if not walked.complete:
+            if not walked.complete or time.perf_counter() >= deadline:
                 break
             again = self._walk.follow(self._walk.route(walked.runs), far=far)
             if again.time_ns >= walked.time_ns:
@@ -122,12 +130,12 @@ class WalkSearch:
         rng = self._random
         heat_ns = HEAT * (start.time_ns - self._keep_all_ns) if start.complete else 0.0
         while work > 0 and time.perf_counter() < deadline:
-            walked = self._move(lead)
+            slack_ns = heat_ns * rng.exponential()
+            walked = self._move(lead, slack_ns)
             work -= OVERHEAD
             if walked is None:
                 continue
             work -= walked.work
-            slack_ns = heat_ns * rng.exponential() if walked.complete else 0.0
             if lead.complete and (not walked.complete or walked.time_ns - slack_ns > lead.time_ns):
                 continue
             found = self._lead(walked)
@@ -138,7 +146,7 @@ class WalkSearch:
         if best is not start:
             self._take(best, instead=start)
 
-    def _move(self, lead: _Lead) -> Walked | None:
+    def _move(self, lead: _Lead, slack_ns: float) -> Walked | None:
         rng = self._random
         far = FAR[rng.integers(len(FAR))]
         weights, left_out = np.ones(self._values), None
@@ -156,8 +164,10 @@ class WalkSearch:
         else:
             begin, until = self._shake(lead, weights)
         if not lead.complete:
-            begin = 0  # what the route has in memory further on is known only where it fits
-        return self._walk.follow(lead.route, far=far, weights=weights, left_out=left_out, begin=begin, until=until)
+            begin, slack_ns = 0, math.inf  # what the route has in memory further on is known only where it fits
+        return self._walk.follow(
+            lead.route, far=far, weights=weights, left_out=left_out, begin=begin, until=until, slack_ns=slack_ns
+        )
 
     def _hold(self, lead: _Lead, weights: Floats) -> tuple[int, int, Flags] | None:
         """Leave out some re-runs, dear ones likelier, and make what they made dearer to lose since its last use."""

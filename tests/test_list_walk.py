@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from graphs.ir import Graph
+from graphs.ir import Graph, Op
 from graphs.synthetic import linear_network, random_training
 from planner import list_walk
 from planner.bounds import smallest_known
@@ -209,3 +209,28 @@ def test_a_search_in_too_little_memory_finds_nothing_and_says_so() -> None:
     walks.improve(5_000)
     assert walks.runs is None
     assert walks.time_ns == math.inf
+
+
+def test_a_search_past_its_deadline_begins_one_walk_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = random_training(60, seed=0)
+    budget_bytes = int(0.7 * simulate(graph, keep_all(graph)).peak_bytes)
+    begun = []
+    follow = ListWalk.follow
+    monkeypatch.setattr(ListWalk, "follow", lambda self, route, **given: begun.append(route) or follow(self, route, **given))
+    walks = WalkSearch(graph, budget_bytes, seed=0)
+    walks.start(deadline=0.0)
+    assert len(begun) == 1
+    assert walks.runs is not None
+    walks.follow(walks.runs.tolist(), deadline=0.0)
+    walks.improve(10_000, deadline=0.0)
+    assert len(begun) == 1
+
+
+def test_a_search_with_nothing_to_change_changes_nothing() -> None:
+    bare = Graph("bare", (Op("small", (), (), 1), Op("large", (), (), 1, workspace_bytes=9)), (), frozenset(), frozenset())
+    first = linear_network(2)
+    for graph, budget_bytes in ((bare, 8), (first, 0)):  # no value at all; not even the first op fits
+        walks = WalkSearch(graph, budget_bytes, seed=0)
+        walks.start()
+        walks.improve(5_000)
+        assert walks.runs is None
