@@ -117,6 +117,7 @@ class Engine:
     reclaim       evict a dropped storage again as soon as the rebuild that needed it is done with it, and never keep a dropped
                   sibling of a rebuilt storage (not in the paper)
     options       see ``Option``
+    awaiting      rules that sum over e* count what an op waits to make, as the authors' simulator does (see ``Exact``)
 
     used_bytes, peak_bytes, clock  bytes in memory now, the most so far, and the sum of the times of all ops run so far
     program_clock                  sum of the times of first runs so far
@@ -126,11 +127,11 @@ class Engine:
 
     # With more than 30 attributes an instance without slots loses CPython's fast access to them.
     __slots__ = (
-        "_banishing", "_call_ns", "_counters", "_counts", "_defined", "_dropped", "_inputs", "_lazy", "_locks", "_made_bytes",
-        "_outputs", "_pending", "_pinned", "_planned", "_producer", "_storage", "_time_ns", "_uses", "_victims", "_views",
-        "_weight", "_workspace_bytes", "allocator", "budget_bytes", "by_program", "clock", "driver", "limit_ns", "limit_runs",
-        "next_use", "peak_bytes", "pool", "program_clock", "reclaim", "relations", "release", "resident", "size_bytes", "steps",
-        "used_bytes",
+        "_awaiting", "_banishing", "_call_ns", "_counters", "_counts", "_defined", "_dropped", "_inputs", "_lazy", "_locks",
+        "_made_bytes", "_outputs", "_pending", "_pinned", "_planned", "_producer", "_storage", "_time_ns", "_uses", "_victims",
+        "_views", "_weight", "_workspace_bytes", "allocator", "budget_bytes", "by_program", "clock", "driver", "limit_ns",
+        "limit_runs", "next_use", "peak_bytes", "pool", "program_clock", "reclaim", "relations", "release", "resident",
+        "size_bytes", "steps", "used_bytes",
     )  # fmt: skip
 
     def __init__(
@@ -142,6 +143,7 @@ class Engine:
         release: Release = Release.EAGER,
         reclaim: bool = False,
         options: Collection[Option] = (),
+        awaiting: bool = False,
         limit_ns: float | None = None,
         limit_runs: int | None = None,
         allocator: Allocator | None = None,
@@ -188,6 +190,7 @@ class Engine:
         self._time_ns: list[int] = []
         self._made_bytes: list[int] = []
         self._workspace_bytes: list[int] = []
+        self._awaiting = awaiting and heuristic.cost == "neighborhood"
         self._banishing: set[int] = set()
         self._lazy = heuristic.cost == "demand"  # what is dropped goes first by its score, once room is needed
         self._counts = self._lazy or Option.COUNTED in options
@@ -252,6 +255,10 @@ class Engine:
         """Run ``op`` for the first time. Raises OutOfMemory or Thrashed."""
         outputs = self._outputs[op]
         self._call_ns = max(1, self._time_ns[op])
+        if self._awaiting:
+            made = {s for t in outputs if self._views[s := self._storage[t]][0] == t}
+            reads = [self._storage[t] for t in self._inputs[op]]
+            self.pool.awaiting(reads, self._time_ns[op] * len(made))
         self._materialize(op, outputs[0] if outputs else -1, first=True)
         self.program_clock += self._time_ns[op]
         clock = self.program_clock if self.by_program else self.clock
@@ -398,6 +405,8 @@ class Engine:
         if allocator is not None:
             allocator.settle(spare or ())
         if first:
+            if self._awaiting:
+                self.pool.awaiting([], 0)
             self._relate(op)
         asked_for = self._storage[wanted] if wanted >= 0 else -1
         if len(fresh) > 1 and asked_for in fresh:  # it joins the pool last

@@ -267,6 +267,14 @@ class Pool:
             self.neighborhood.evicted(s)
             self._changes += 1
 
+    def awaiting(self, reads: list[int], cost_ns: int) -> None:
+        """See ``Exact.awaiting``: only for a rule that sums over both halves of e*."""
+        assert isinstance(self.neighborhood, Exact)
+        fallen = self.neighborhood.awaiting(reads, cost_ns)
+        for u in fallen:
+            self._worth_less(u)
+        self._changes += bool(fallen)
+
     def restored(self, s: int) -> None:
         """``s`` is a member of E no more: lower the bounds to what is certain."""
         if self.neighborhood is None:

@@ -81,6 +81,10 @@ class Exact:
 
     ancestors, descendants  which halves count. They are summed apart: where views make the relations cyclic, a storage in
                             both halves counts twice, as in the authors' simulator.
+
+    To that simulator, what an op called for the first time will make is out of memory like anything evicted while the op waits
+    for what it reads. But it keeps sums, and makes one anew only where something within its reach is rebuilt, so sums from before
+    the call do not count it. ``awaiting`` does the same. (By the paper e* holds what has been computed once, so none should.)
     """
 
     def __init__(self, relations: Relations, *, ancestors: bool = True, descendants: bool = True) -> None:
@@ -90,9 +94,24 @@ class Exact:
         self._descendants = descendants
         self._seen: list[int] = []  # walk in which a storage was seen last
         self._walk = 0
+        self._awaited_ns = 0
+        self._awaited_reads: list[int] = []
+        self._awaiting: set[int] = set()  # storages in memory whose sums count what is awaited
+
+    def awaiting(self, reads: list[int], cost_ns: int) -> set[int]:
+        """An op that reads ``reads`` waits to make what will cost ``cost_ns`` in all; nothing, once it has run.
+
+        Returns storages whose sums have fallen.
+        """
+        fallen = self._awaiting
+        self._awaited_reads, self._awaited_ns, self._awaiting = reads, cost_ns, set()
+        return fallen
 
     def evicted(self, s: int) -> None:
-        """Nothing is kept, so nothing changes."""
+        """No sum is kept; what reaches ``s`` counts what it has counted."""
+        if s in self._awaiting:
+            self._awaiting.remove(s)
+            self._awaiting.update(self._from(self.relations.deps[s]))
 
     def restored(self, s: int) -> tuple[list[int], int]:
         """A storage below ``s`` loses at most ``s`` and what is above it; one above ``s`` can lose everything below ``s``."""
@@ -111,12 +130,16 @@ class Exact:
                         stack.append(u)
                     elif self._descendants:
                         suspects.append(u)
+        if self._awaited_reads:
+            anew = {s, *suspects}
+            self._awaiting = (self._awaiting - anew) | anew.intersection(self._from(self._awaited_reads))
         return suspects, relations.cost_ns[s] + above
 
     def cost_ns(self, s: int, enough: float) -> tuple[int, bool]:
         """See ``Neighborhood``."""
         cost, evicted = self.relations.cost_ns, self.relations.evicted
-        total = visits = 0
+        total = self._awaited_ns if s in self._awaiting else 0
+        visits = 0
         for edges in self._halves:
             seen, walk = self._new_walk()
             stack = [s]
@@ -132,6 +155,23 @@ class Exact:
                     return total, False
         self.visits += visits
         return total, True
+
+    def _from(self, reads: list[int]) -> list[int]:
+        """Storages in memory that are reached from what reads ``reads``, against the arrows."""
+        relations, evicted = self.relations, self.relations.evicted
+        seen, walk = self._new_walk()
+        found = []
+        stack = [reads]
+        while stack:
+            for u in stack.pop():
+                if seen[u] != walk:
+                    seen[u] = walk
+                    self.visits += 1
+                    if evicted[u]:
+                        stack.append(relations.deps[u])
+                    else:
+                        found.append(u)
+        return found
 
     def _new_walk(self) -> tuple[list[int], int]:
         missing = len(self.relations.deps) - len(self._seen)

@@ -78,6 +78,7 @@ def replay_log(
         release=release_policy(release),
         reclaim=reclaim,
         options=options_of(options, evict),
+        awaiting=True,
         limit_ns=(thrash_limit - 1) * base_time_ns,
         allocator=new_allocator(allocator, budget_bytes, program),
     )
