@@ -25,6 +25,14 @@ every schedule with the graph's order of first executions; the one in Checkmate'
 executions, run each op again at most once and in graph order. INFEASIBLE holds for every order; UNKNOWN: nothing found in time.
 
 """
+GRID = """
+
+# Budgets in small steps
+
+Every half percent of the keep-all peak, from all of it down to the smallest budget that works (`benchmarks/grid.jsonl`, made by
+`python -m belady.bench_grid`); seconds for all budgets and for the smallest one.
+
+"""
 
 
 def executed(rows: Sequence[Row]) -> str:
@@ -100,6 +108,31 @@ def summarised(rows: Sequence[Row]) -> str:
     return table(("graph", "ops", "budgets", settled, "largest gap", "nothing found", "seconds, median / most"), lines)
 
 
+def stepped(rows: Sequence[Row]) -> str:
+    """One line for each graph of the fine grid: its budgets, whether more bytes never cost more time, and its smallest budget."""
+    lines = []
+    for least in (row for row in rows if "works_bytes" in row):
+        mine = sorted(
+            (row for row in rows if row["graph"] == least["graph"] and row is not least), key=lambda r: -r["budget_bytes"]
+        )
+        times_ns = [row["time_ns"] for row in mine]
+        lines.append(
+            (
+                least["graph"],
+                str(least["ops"]),
+                str(len(mine)),
+                "yes" if None not in times_ns and times_ns == sorted(times_ns) else "no",
+                f"{sum(row['gap'] <= CLOSE for row in mine)}, {percent(max(row['gap'] for row in mine))}",
+                f"{percent(least['works_bytes'] / least['keep_all_peak_bytes'])} ({format_bytes(least['works_bytes'])})",
+                f"{percent(least['proved_bytes'] / least['keep_all_peak_bytes'])} ({format_bytes(least['proved_bytes'])})",
+                f"{sum(row['wall_s'] for row in mine):.0f} + {least['wall_s']:.0f}",
+            )
+        )
+    close = f"gap ≤ {CLOSE:.0%}, largest".replace("%", " %")
+    header = ("graph", "ops", "budgets", "monotone", close, "smallest budget that works", "proved needed, any order", "seconds")
+    return table(header, lines)
+
+
 def size(size_bytes: int | None) -> str:
     """Bytes for people, or a dash."""
     return "-" if size_bytes is None else format_bytes(size_bytes)
@@ -129,8 +162,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     readme, plans = ROOT / "README.md", ROOT / "docs" / "plans.md"
 
     def work() -> int:
-        rows = read_rows(ROOT / "benchmarks" / "plans.jsonl")
-        return publish({readme: with_section(readme, BEGIN, results()), plans: PLANS + planned(rows) + "\n"}, check=check)
+        page = PLANS + planned(read_rows(ROOT / "benchmarks" / "plans.jsonl"))
+        page += GRID + stepped(read_rows(ROOT / "benchmarks" / "grid.jsonl")) + "\n"
+        return publish({readme: with_section(readme, BEGIN, results()), plans: page}, check=check)
 
     return ended("readme_tables", work)
 

@@ -1,0 +1,81 @@
+"""Budgets in small steps: plans that are monotone over all of them, and the smallest budget, found and proved.
+
+    python -m belady.bench_grid
+
+For each workload, ``planner.min_budget``, then ``planner.plans`` at every half percent of the keep-all peak from there to 100 %.
+The file is written when all is done. Nothing is executed: costs are the roofline's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator, Sequence
+
+from rich.progress import Progress
+
+from graphs.capture import capture
+from graphs.ir import Graph
+from graphs.workloads import build
+from planner.frontier import min_budget, plans
+from planner.plan import with_costs
+from planner.result import Plan
+from planner.schedule import keep_all
+from planner.simulate import simulate
+
+from .output import ended
+from .rows import write_rows
+from .sweep import Row
+
+WORKLOADS = ("vgg16", "gpt2")
+STEP = 0.005  # of the keep-all peak
+GAP, TIME_LIMIT_S = 0.005, 20.0  # of each budget
+
+
+def rows_of(graph: Graph, *, step: float = STEP, time_limit_s: float = TIME_LIMIT_S) -> Iterator[Row]:
+    """A row for each budget, the largest first, then one with what ``min_budget`` says."""
+    peak_bytes = simulate(graph, keep_all(graph)).peak_bytes
+    began = time.perf_counter()
+    least = min_budget(graph)
+    least_s = time.perf_counter() - began
+    count = int((1 - least.works_bytes / peak_bytes) / step)
+    budgets = [round((1 - i * step) * peak_bytes) for i in range(count + 1)]
+    with Progress(transient=True) as progress:
+        task = progress.add_task(graph.name, total=len(budgets))
+
+        def done(_: Plan) -> None:
+            progress.advance(task)
+
+        for plan in plans(graph, budgets, gap=GAP, time_limit_s=time_limit_s, done=done):
+            yield {**plan.row(), "ops": len(graph.ops)}
+    yield {
+        "graph": graph.name,
+        "ops": len(graph.ops),
+        "keep_all_peak_bytes": peak_bytes,
+        "works_bytes": least.works_bytes,
+        "proved_bytes": least.proved_bytes,
+        "wall_s": least_s,
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write the rows; return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", default="benchmarks/grid.jsonl", help="the file, written whole")
+    parser.add_argument("--only", action="append", choices=WORKLOADS, help="one workload; several times")
+    arguments = parser.parse_args(argv)
+
+    def work() -> int:
+        found: list[Row] = []
+        for name in arguments.only or WORKLOADS:
+            model, inputs, loss = build(name)
+            found.extend(rows_of(with_costs(capture(model, inputs, loss=loss, name=name), "roofline").graph))
+        write_rows(arguments.out, found)
+        return 0
+
+    return ended("bench_grid", work)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
