@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from graphs.ir import Graph, Op
 from graphs.synthetic import linear_network, random_training
 from planner import list_walk
 from planner.bounds import smallest_known
-from planner.list_walk import ListWalk, Walked
+from planner.list_walk import ListWalk, Route, Walked
 from planner.schedule import keep_all, with_frees
 from planner.simulate import simulate
 from planner.walk_search import WalkSearch
@@ -214,9 +215,14 @@ def test_a_search_in_too_little_memory_finds_nothing_and_says_so() -> None:
 def test_a_search_past_its_deadline_begins_one_walk_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = random_training(60, seed=0)
     budget_bytes = int(0.7 * simulate(graph, keep_all(graph)).peak_bytes)
-    begun = []
+    begun: list[Route] = []
     follow = ListWalk.follow
-    monkeypatch.setattr(ListWalk, "follow", lambda self, route, **given: begun.append(route) or follow(self, route, **given))
+
+    def counted(self: ListWalk, route: Route, **given: Any) -> Walked:
+        begun.append(route)
+        return follow(self, route, **given)
+
+    monkeypatch.setattr(ListWalk, "follow", counted)
     walks = WalkSearch(graph, budget_bytes, seed=0)
     walks.start(deadline=0.0)
     assert len(begun) == 1
