@@ -57,6 +57,7 @@ class Case:
     budgets: tuple[float | int, ...]
     time_limit_s: float
     gap: float = 0.005
+    any_order: bool = False
 
 
 def cases(only: Sequence[str], data: str | None) -> Iterator[Case]:
@@ -86,8 +87,9 @@ def cases(only: Sequence[str], data: str | None) -> Iterator[Case]:
                 graph = load_dtr_log(Path(data) / "dtr_logs" / f"{name}.log.gz")
                 yield Case(replace(graph, name=f"log_{name}"), SHARES, LIMIT_S)
     for name in LAYERED:
-        if wanted(name):
-            yield Case(replace(random_layered(name, seed=0), name=name), LAYERED_SHARES, LIMIT_S)
+        for label, any_order in ((name, False), (f"{name}-any-order", True)):
+            if wanted(label):
+                yield Case(replace(random_layered(name, seed=0), name=label), LAYERED_SHARES, LIMIT_S, any_order=any_order)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -108,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     budget_bytes = resolve_budget(budget, peak_bytes)
                     if (case.graph.name, budget_bytes) not in made:
                         limit_s = arguments.time_limit or case.time_limit_s
-                        plan = solve(case.graph, budget_bytes, gap=case.gap, time_limit_s=limit_s)
+                        plan = solve(case.graph, budget_bytes, gap=case.gap, time_limit_s=limit_s, any_order=case.any_order)
                         file.append({**plan.row(), "ops": len(case.graph.ops)})
                         print(_line(plan, budget_bytes / peak_bytes), flush=True)
         return 0

@@ -18,9 +18,9 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from graphs.ir import Graph
-from planner.annealing import Annealer, useful
 from planner.block_chain import block_schedule
 from planner.incumbent import Incumbent
+from planner.methods import annealing
 from planner.milp import Answer, Outcome
 from planner.pebbling import least_peak
 from planner.result import Plan
@@ -38,9 +38,7 @@ WORK = 100_000  # ops that list walks may run in the first round; twice as many 
 MOST_WORK = 1_600_000
 BLOCKS_ROUND, BLOCKS_SHARE = 3, 0.15  # blocks are tried after this many rounds, for this share of the time that is left
 PEBBLE_STATES = 5_000  # sets of values to visit at most where nothing fits so far
-ANNEAL_SHARE = 0.4  # of the time that is left, at most, where nothing fits so far
-ANNEAL_CHUNKS, ANNEAL_CHUNK = 400, 2_500  # moves
-HEAT = 5.0, 1e-4  # first and last temperature, times the number of ops, as shares of the objective
+ANNEAL_SHARE, ANNEAL_MOVES = 0.4, 2_000_000  # of the time that is left at most, where nothing fits so far or any order will do
 IDLE_ROUNDS = 4  # stop after as many searches in a row that found nothing
 NODES = 2_000  # branch-and-bound nodes of one MILP at most
 SMALL, MILP_SHARE = 4_000, 0.5  # a MILP of more variables gets this share of the time that is left; the rest is the list walks'
@@ -56,6 +54,7 @@ def solve(
     time_limit_s: float = 60.0,
     seed: int = 0,
     start: Schedule | None = None,
+    any_order: bool = False,
     progress: Callable[..., None] | None = None,
 ) -> Plan:
     """The cheapest schedule found, and a bound on all schedules that keep the graph's order of first executions.
@@ -63,6 +62,7 @@ def solve(
     gap           stop when (time - bound) / time is at most this; small graphs are solved more exactly where that is cheap
     time_limit_s  stop after this long; Ctrl-C stops at once. Either way the best schedule and bound so far are returned
     start         a schedule to begin with; its order of first executions may be another
+    any_order     first try by annealing whether another order of first executions is cheaper than this one's bound
     progress      called as ``progress(time_ns=..., bound_ns=..., phase=...)`` where one of them changed (None: not known)
 
     The status is INFEASIBLE only where no schedule in any order fits; where none with this order does, it is UNKNOWN and
@@ -73,7 +73,7 @@ def solve(
     """
     search = _Search(graph, budget_bytes, gap, time_limit_s, progress, seed=seed)
     try:
-        _run(search, start)
+        _run(search, start, any_order)
     except KeyboardInterrupt:
         search.notes["stopped"] = "interrupted"
     if search.best is None and "infeasible" not in search.notes:  # no time for more
@@ -89,7 +89,7 @@ def solve(
     return search.plan(METHOD, seed=seed, bound_ns=bound_ns)
 
 
-def _run(search: _Search, start: Schedule | None) -> None:
+def _run(search: _Search, start: Schedule | None, any_order: bool) -> None:
     """The method, step by step."""
     graph = search.graph
     if search.hopeless():
@@ -98,6 +98,8 @@ def _run(search: _Search, start: Schedule | None) -> None:
     search.offer(whole, "keep all")
     if start is not None:
         search.offer(start, "start")
+    if any_order and not search.done():
+        _anneal(search)
     if search.done():
         return
     tightest = _next_first_run(graph, whole, simulate(graph, whole).peak_step)
@@ -193,20 +195,14 @@ def _pebble(search: _Search) -> bool:
 
 
 def _anneal(search: _Search) -> None:
-    """Still nothing: give up the order of first executions, and let annealing find one in which something fits."""
-    count = len(search.graph.ops)
-    annealer = Annealer(search.graph, range(count), search.budget_bytes, search.seed, keep_order=False)
-    began, share_s = time.perf_counter(), ANNEAL_SHARE * search.left_s
-    hot, cold = HEAT
-    done = 0.0
-    for chunk in range(1, ANNEAL_CHUNKS + 1):
-        heat = hot * (cold / hot) ** done / count
-        done = max(chunk / ANNEAL_CHUNKS, min(1.0, (time.perf_counter() - began) / share_s))  # cool faster where time is short
-        annealer.anneal(ANNEAL_CHUNK, heat, hot * (cold / hot) ** done / count)
-        if search.wants(annealer.peak_bytes, annealer.time_ns):
-            search.offer(with_frees(search.graph, useful(search.graph, annealer.sequence)), "annealing, in another order")
-        if done == 1:
-            return
+    """Give up the order of first executions, and let annealing find one in which something (cheaper) fits."""
+    found = annealing.solve(
+        search.graph, search.budget_bytes, moves=ANNEAL_MOVES, time_limit_s=ANNEAL_SHARE * search.left_s, seed=search.seed
+    )
+    if found.schedule is not None:
+        search.offer(found.schedule, "annealing, in another order")
+    if found.notes.get("stopped") == "interrupted":
+        raise KeyboardInterrupt
 
 
 def _guide(search: _Search, closed_graph: Graph, event: int) -> None:
