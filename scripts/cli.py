@@ -123,6 +123,11 @@ def parser() -> argparse.ArgumentParser:
     _target(command)
     _budget(command)
     _solver(command)
+    command.add_argument(
+        "--any-order",
+        action="store_true",
+        help="try other orders of first executions too (cutting_stages; annealing always does)",
+    )
     command.add_argument("--execute", action="store_true", help="also train one step with the plan and measure it")
     command.add_argument("--out", metavar="FILE", type=_file, help="save the plan as JSON")
     _json(command)
@@ -359,6 +364,7 @@ def _plan(arguments: argparse.Namespace) -> int:
             gap=arguments.gap,
             time_limit_s=arguments.time_limit,
             seed=arguments.seed,
+            **({"any_order": True} if arguments.any_order else {}),
         )
         row = plan.row()
         if plan.schedule is not None and arguments.execute:

@@ -160,7 +160,7 @@ def test_the_command_is_installed() -> None:
 # A solver that has been running for a moment when Ctrl-C comes, on a program it cannot solve within the time limit.
 INTERRUPTED = """
 import os, random, signal, sys, threading
-from belady.cli import Loaded, main, parser
+from belady.cli import main
 from planner import milp
 
 draw, hard = random.Random(0), milp.Milp()
@@ -169,11 +169,11 @@ for _ in range(400):
     hard.at_least(3, draw.sample(chosen, 20))
 solve, times = milp._run, iter([None] * int(sys.argv.pop(1)))
 
-def interrupted(proto, parameters):
+def interrupted(proto, parameters, meanwhile=None):
     if next(times, proto) is not None:
         threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
         proto, parameters = hard.proto(), milp._parameters(300.0, 0.0, float("inf"), None, 0)
-    return solve(proto, parameters)
+    return solve(proto, parameters, meanwhile)
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job is started with the signal ignored
 milp._run = interrupted
@@ -341,3 +341,12 @@ def test_misused_options_are_usage_errors(
         main([chain_file if word == "CHAIN" else word for word in arguments])
     assert caught.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_any_order_is_for_the_method_that_knows_it(chain_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", chain_file, "--budget", "0.7", "--any-order", "--json", "-"]) == 0
+    (row,) = rows(capsys.readouterr().out)
+    assert row["time_ns"] is not None
+    assert row["peak_bytes"] <= row["budget_bytes"]
+    assert main(["plan", chain_file, "--budget", "0.7", "--any-order", "--method", "chen_sqrt"]) == 2
+    assert "chen_sqrt has no option 'any_order'" in capsys.readouterr().err
