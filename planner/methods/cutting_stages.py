@@ -37,7 +37,7 @@ NEW_PER_ROUND = 2  # events or rows added a round at most
 WORK = 100_000  # ops that list walks may run in the first round; twice as many in each further one, up to
 MOST_WORK = 1_600_000
 BLOCKS_ROUND, BLOCKS_SHARE = 3, 0.15  # blocks are tried after this many rounds, for this share of the time that is left
-PEBBLE_STATES = 5_000  # sets of values to visit at most where nothing fits so far
+PEBBLE_STATES, PEBBLE_SHARE = 20_000, 0.15  # sets of values to visit, share of the time left, at most, where nothing fits so far
 ANNEAL_SHARE, ANNEAL_MOVES = 0.4, 2_000_000  # of the time that is left at most, where nothing fits so far or any order will do
 IDLE_ROUNDS = 4  # stop after as many searches in a row that found nothing
 NODES = 2_000  # branch-and-bound nodes of one MILP at most
@@ -154,10 +154,10 @@ def _rounds(search: _Search, tightest: int) -> bool:
             if search.best is not None:
                 search.follow(list(computes(search.best)))
             _guide(search, closed_graph, tightest)
+            if search.time_ns is None and not _pebble(search):
+                return False
             if search.time_ns is None and not search.done():
                 _anneal(search)
-        if round_ == 1 and search.walks.runs is None and not _pebble(search):
-            return False
         search.follow(sequence)
         search.walks.improve(work, deadline=search.deadline)
         search.take_walk()
@@ -184,7 +184,7 @@ def _rounds(search: _Search, tightest: int) -> bool:
 
 def _pebble(search: _Search) -> bool:
     """Nothing fits so far: ask how little any schedule needs. False where that is more than the budget."""
-    proved_bytes, schedule = least_peak(search.graph, states=PEBBLE_STATES, time_limit_s=0.1 * search.left_s)
+    proved_bytes, schedule = least_peak(search.graph, states=PEBBLE_STATES, time_limit_s=PEBBLE_SHARE * search.left_s)
     if proved_bytes > search.budget_bytes:
         search.notes["infeasible"] = "no schedule in any order fits, however the ops are arranged"
         search.notes["least_bytes"] = proved_bytes
