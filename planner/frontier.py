@@ -71,6 +71,8 @@ def plans(
         if one.schedule is not None and one.time_ns is not None:
             bound_ns = min(bound_ns, one.time_ns)  # of another order of first executions, it may be below
             found[budget_bytes] = _again(one, one.schedule, bound_ns, gap)
+        else:
+            found[budget_bytes] = replace(one, bound_ns=bound_ns)
     return [found[b] if isinstance(target, Graph) else replace(found[b], step=target) for b in wanted]
 
 

@@ -70,6 +70,13 @@ def test_plans_are_monotone_in_time_and_bound_and_come_in_the_order_asked_for() 
     assert found[1].time_ns == graph.keep_all_time_ns
 
 
+def test_a_budget_without_a_schedule_has_the_bound_of_larger_ones() -> None:
+    graph = chain(4)
+    too_small, small = plans(graph, [1, 4], gap=0.0, time_limit_s=5)
+    assert too_small.schedule is None and too_small.bound_ns is not None and small.bound_ns is not None
+    assert too_small.bound_ns >= small.bound_ns > graph.keep_all_time_ns
+
+
 def test_plans_wants_a_budget() -> None:
     with pytest.raises(InputError, match="at least one budget"):
         plans(chain(3), [])
