@@ -14,7 +14,7 @@ from planner.budget import resolve_budget
 from planner.pebbling import least_peak
 from planner.plan import solve, step_of
 from planner.result import Plan
-from planner.schedule import Schedule, keep_all
+from planner.schedule import Schedule, computes, in_graph_order, keep_all
 from planner.simulate import simulate
 
 if TYPE_CHECKING:
@@ -69,8 +69,9 @@ def plans(
         one = found[budget_bytes]
         bound_ns = max(bound_ns, one.bound_ns or 0)
         if one.schedule is not None and one.time_ns is not None:
-            bound_ns = min(bound_ns, one.time_ns)  # of another order of first executions, it may be below
-            found[budget_bytes] = _again(one, one.schedule, bound_ns, gap)
+            if in_graph_order(computes(one.schedule)):  # bounds hold for no other
+                bound_ns = min(bound_ns, one.time_ns)
+                found[budget_bytes] = _again(one, one.schedule, bound_ns, gap)
         else:
             found[budget_bytes] = replace(one, bound_ns=bound_ns)
     return [found[b] if isinstance(target, Graph) else replace(found[b], step=target) for b in wanted]

@@ -13,7 +13,7 @@ from planner.bounds import least_bytes, smallest_known
 from planner.budget import format_bytes, resolve_budget
 from planner.methods import method as method_named
 from planner.result import Plan, Status
-from planner.schedule import Compute, Free, Schedule, hold_early, keep_all
+from planner.schedule import Compute, Free, Schedule, computes, hold_early, in_graph_order, keep_all
 from planner.simulate import simulate
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def solve(graph: Graph, budget_bytes: int, *, method: str = "cutting_stages", **
             raise InputError(f"{name} must be {_a(kind())}, not {given!r}")
     check_numbers(graph)
     if (start := options.get("start")) is not None:
-        if not isinstance(start, tuple | list) or not all(isinstance(step, Compute | Free) for step in start):
+        if not isinstance(start, tuple | list) or not all(_is_step(step) for step in start):
             given = _a(start) + " of other things" * isinstance(start, tuple | list)
             raise InputError(
                 f"start must be a schedule, a tuple of Compute and Free (that of a Plan or a Run is its .schedule), not {given}"
@@ -110,6 +110,11 @@ def solve(graph: Graph, budget_bytes: int, *, method: str = "cutting_stages", **
         options["start"] = schedule = tuple(start)
         simulate(graph, schedule)  # an unusable start is the caller's mistake: say so before solving
     return run(graph, budget_bytes, **options)
+
+
+def _is_step(step: object) -> bool:
+    """Whether it is a step of a schedule, for an op or value by its number."""
+    return (isinstance(step, Compute) and type(step.op) is int) or (isinstance(step, Free) and type(step.value) is int)
 
 
 def solve_halves(graph: Graph, budget_bytes: int, *, gap: float = 0.0, time_limit_s: float = 60.0, **options: Any) -> Plan:
@@ -145,7 +150,7 @@ def solve_halves(graph: Graph, budget_bytes: int, *, gap: float = 0.0, time_limi
         method=found.method,
         seed=found.seed,
         wall_s=wall_s,
-        bound_ns=found.bound_ns,
+        bound_ns=found.bound_ns if in_graph_order(computes(schedule)) else graph.keep_all_time_ns,
         restricted_bound_ns=found.restricted_bound_ns,
         gap=gap,
         notes=notes,

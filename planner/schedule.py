@@ -85,3 +85,9 @@ def from_json(codes: Iterable[object]) -> Schedule:
             raise InvalidSchedule(f"step {at}: expected an integer, found {code!r}")
         steps.append(Compute(code) if code >= 0 else Free(-1 - code))
     return tuple(steps)
+
+
+def in_graph_order(runs: Iterable[int]) -> bool:
+    """Whether ops run for the first time in the order of their numbers."""
+    first_runs = list(dict.fromkeys(runs))
+    return first_runs == sorted(first_runs)

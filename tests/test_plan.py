@@ -3,10 +3,11 @@
 import pytest
 
 from graphs import Graph, GraphMismatch, InfeasibleBudget, InputError, InvalidSchedule, NoScheduleFound, Op, Value
+from graphs.synthetic import linear_network
 from online import run
 from planner import Compute, Status, keep_all, load_plan, plan, simulate, solve
 from planner.plan import solve_halves
-from planner.schedule import hold_early
+from planner.schedule import Free, hold_early
 
 
 @pytest.fixture
@@ -181,3 +182,9 @@ def test_time_and_peak_are_simulated(ladder: Graph) -> None:
     trace = simulate(ladder, found.schedule)
     assert (trace.time_ns, trace.peak_bytes) == (found.time_ns, found.peak_bytes)
     assert simulate(ladder, keep_all(ladder)).peak_bytes == 40
+
+
+@pytest.mark.parametrize("step", [Compute("a"), Compute(None), Compute(0.0), Free("x")])  # type: ignore[arg-type]
+def test_a_start_with_steps_that_name_no_number_is_refused(step: Compute | Free) -> None:
+    with pytest.raises(InputError, match="start must be a schedule"):
+        solve(linear_network(3), 5, start=(step,))

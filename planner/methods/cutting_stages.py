@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -24,7 +24,7 @@ from planner.methods import annealing
 from planner.milp import Answer, Outcome
 from planner.pebbling import least_peak
 from planner.result import Plan
-from planner.schedule import Compute, Schedule, computes, keep_all, with_frees
+from planner.schedule import Compute, Schedule, computes, in_graph_order, keep_all, with_frees
 from planner.simulate import simulate
 from planner.stage_model import Inside, StageModel, stage_model, walk, with_end
 
@@ -38,7 +38,8 @@ WORK = 100_000  # ops that list walks may run in the first round; twice as many 
 MOST_WORK = 1_600_000
 BLOCKS_ROUND, BLOCKS_SHARE = 3, 0.15  # blocks are tried after this many rounds, for this share of the time that is left
 PEBBLE_STATES, PEBBLE_SHARE = 20_000, 0.15  # sets of values to visit, share of the time left, at most, where nothing fits so far
-ANNEAL_SHARE, ANNEAL_MOVES = 0.4, 2_000_000  # of the time that is left at most, where nothing fits so far or any order will do
+ANNEAL_SHARE, ANNEAL_MOVES = 0.4, 1_000_000  # of the time that is left at most, where nothing fits so far or any order will do
+LAST_S = 0.5  # for list walks where there was no time to look for anything
 IDLE_ROUNDS = 4  # stop after as many searches in a row that found nothing
 NODES = 2_000  # branch-and-bound nodes of one MILP at most
 SMALL, MILP_SHARE = 4_000, 0.5  # a MILP of more variables gets this share of the time that is left; the rest is the list walks'
@@ -77,11 +78,11 @@ def solve(
     except KeyboardInterrupt:
         search.notes["stopped"] = "interrupted"
     if search.best is None and "infeasible" not in search.notes:  # no time for more
-        search.walks.start()
+        search.walks.start(deadline=max(search.deadline, time.perf_counter() + LAST_S))
         search.take_walk()
     bound_ns = search.bound_ns
     if search.best is not None and search.time_ns is not None:
-        if _in_graph_order(computes(search.best)):
+        if in_graph_order(computes(search.best)):
             bound_ns = min(bound_ns, search.time_ns)  # above it by the solver's rounding at most
         else:  # what holds for all orders is the keep-all time
             search.notes["order"] = "first executions are not in graph order"
@@ -150,7 +151,7 @@ def _rounds(search: _Search, tightest: int) -> bool:
                 search.offer(chained, "blocks")
                 search.follow(list(computes(chained)))
         if round_ == 1:
-            search.walks.start()
+            search.walks.start(deadline=search.deadline)
             if search.best is not None:
                 search.follow(list(computes(search.best)))
             _guide(search, closed_graph, tightest)
@@ -282,12 +283,6 @@ def _missing(
     return more_events, more_inside
 
 
-def _in_graph_order(sequence: Iterable[int]) -> bool:
-    """Whether ops run for the first time in the order of their numbers."""
-    first_runs = list(dict.fromkeys(sequence))
-    return first_runs == sorted(first_runs)
-
-
 def _next_first_run(graph: Graph, schedule: Schedule, at: int) -> int:
     """The op that runs for the first time at step ``at`` or next after it; the number after the last op where none does."""
     seen: set[int] = set()
@@ -327,8 +322,8 @@ class _Search(Incumbent):
 
     def follow(self, sequence: Sequence[int]) -> None:
         """Let list walks begin from a sequence with first executions in graph order: of others nothing is proved."""
-        if _in_graph_order(sequence):
-            self.walks.follow(sequence)
+        if in_graph_order(sequence):
+            self.walks.follow(sequence, deadline=self.deadline)
             self.take_walk()
 
     def take_walk(self) -> None:
