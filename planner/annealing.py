@@ -20,6 +20,7 @@ at slots where the op may go, so that few moves are tried in vain.
 from __future__ import annotations
 
 import math
+import time
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Sequence
 from random import Random
@@ -27,7 +28,15 @@ from random import Random
 import numpy as np
 
 from graphs.ir import Graph
+from planner.incumbent import Incumbent
+from planner.schedule import computes, with_frees
 
+CHUNK = 500  # moves between two looks at the clock and the result
+# Rounds: share of the moves, and start temperature as a share of f times the number of ops. One op of n changes f by about 1/n;
+# the paper's start of f/1000 is too cold for graphs of a few hundred ops whose times differ.
+ROUNDS = ((0.5, 5.0), (0.25, 1.5), (0.25, 0.5))
+COLD = 1e-4  # end temperature, in the same unit
+HEAVIER = 4  # after a round that missed the budget, being over it weighs this many times as much
 SPREAD = 4  # slots per op after spreading
 FULL = 0.6  # share of occupied slots at which ops are spread anew
 CROWDED = 200  # … or so many moves that found no empty slot
@@ -307,3 +316,40 @@ def useful(graph: Graph, ops: Sequence[int]) -> list[int]:
             needed.difference_update(op.outputs)
             needed.update(op.inputs)
     return kept[::-1]
+
+
+def anneal(search: Incumbent, annealer: Annealer, moves: int) -> None:
+    """Some rounds of annealing, each from the best schedule so far, each less hot, until the search is done."""
+    n = len(search.graph.ops)
+    tried = 0
+    for number, (share, hot) in enumerate(ROUNDS, start=1):
+        done = 0.0  # of this round
+        round_began = time.perf_counter()
+        round_s = share * search.time_limit_s
+        round_moves = max(CHUNK, int(share * moves))
+        before = 0
+        while done < 1:
+            heat = hot * (COLD / hot) ** done
+            before += CHUNK
+            clock = time.perf_counter()
+            done = max(before / round_moves, (clock - round_began) / round_s if round_s else 1.0)
+            annealer.anneal(CHUNK, heat / n, hot * (COLD / hot) ** min(1.0, done) / n)
+            tried += CHUNK
+            search.notes["moves"] = tried
+            _take(search, annealer, f"round {number}")
+            if search.done():
+                return
+        if annealer.peak_bytes > search.budget_bytes:
+            annealer.weight *= HEAVIER
+        if search.best is not None:
+            annealer.spread(list(computes(search.best)))
+    if search.best is None:
+        search.notes["stopped"] = "annealing found no schedule that fits"
+
+
+def _take(search: Incumbent, annealer: Annealer, phase: str) -> None:
+    """Offer the current sequence where it is news; note the least peak met."""
+    least = search.notes.get("smallest_peak_bytes", annealer.peak_bytes)
+    search.notes["smallest_peak_bytes"] = min(least, annealer.peak_bytes)
+    if search.wants(annealer.peak_bytes, annealer.time_ns):
+        search.offer(with_frees(search.graph, useful(search.graph, annealer.sequence)), phase)

@@ -18,9 +18,9 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from graphs.ir import Graph
+from planner.annealing import Annealer, anneal
 from planner.block_chain import block_schedule
 from planner.incumbent import Incumbent
-from planner.methods import annealing
 from planner.milp import Answer, Outcome
 from planner.pebbling import least_peak
 from planner.result import Plan
@@ -197,13 +197,13 @@ def _pebble(search: _Search) -> bool:
 
 def _anneal(search: _Search) -> None:
     """Give up the order of first executions, and let annealing find one in which something (cheaper) fits."""
-    found = annealing.solve(
-        search.graph, search.budget_bytes, moves=ANNEAL_MOVES, time_limit_s=ANNEAL_SHARE * search.left_s, seed=search.seed
-    )
-    if found.schedule is not None:
-        search.offer(found.schedule, "annealing, in another order")
-    if found.notes.get("stopped") == "interrupted":
-        raise KeyboardInterrupt
+    graph = search.graph
+    found = Incumbent(graph, search.budget_bytes, search.gap, ANNEAL_SHARE * search.left_s)
+    try:
+        anneal(found, Annealer(graph, range(len(graph.ops)), search.budget_bytes, search.seed, keep_order=False), ANNEAL_MOVES)
+    finally:
+        if found.best is not None:
+            search.offer(found.best, "annealing, in another order")
 
 
 def _guide(search: _Search, closed_graph: Graph, event: int) -> None:
