@@ -76,7 +76,27 @@ class Neighborhood(Protocol):
         """Sum for the resident storage ``s``, and True; or False and a lower bound above ``enough``."""
 
 
-class Exact:
+class _Walks:
+    """Walks through the relations, each with marks of its own.
+
+    visits  storages met in all of them
+    """
+
+    def __init__(self, relations: Relations) -> None:
+        self.relations = relations
+        self.visits = 0
+        self._seen: list[int] = []  # walk in which a storage was seen last
+        self._walk = 0
+
+    def _new_walk(self) -> tuple[list[int], int]:
+        missing = len(self.relations.deps) - len(self._seen)
+        if missing:
+            self._seen.extend([0] * missing)
+        self._walk += 1
+        return self._seen, self._walk
+
+
+class Exact(_Walks):
     """e* by walking through the evicted storages.
 
     ancestors, descendants  which halves count. They are summed apart: where views make the relations cyclic, a storage in
@@ -88,12 +108,9 @@ class Exact:
     """
 
     def __init__(self, relations: Relations, *, ancestors: bool = True, descendants: bool = True) -> None:
-        self.relations = relations
-        self.visits = 0
+        super().__init__(relations)
         self._halves = [relations.deps] * ancestors + [relations.dependents] * descendants
         self._descendants = descendants
-        self._seen: list[int] = []  # walk in which a storage was seen last
-        self._walk = 0
         self._awaited_ns = 0
         self._awaited_reads: list[int] = []
         self._awaiting: set[int] = set()  # storages in memory whose sums count what is awaited
@@ -173,15 +190,8 @@ class Exact:
                         found.append(u)
         return found
 
-    def _new_walk(self) -> tuple[list[int], int]:
-        missing = len(self.relations.deps) - len(self._seen)
-        if missing:
-            self._seen.extend([0] * missing)
-        self._walk += 1
-        return self._seen, self._walk
 
-
-class Demand:
+class Demand(_Walks):
     """What losing a storage costs those that want it. Not from the DTR paper.
 
     n is the number of wanted values that would be rebuilt through S: S itself unless the program has dropped it, and the nearest
@@ -193,12 +203,6 @@ class Demand:
 
     So a dropped storage that no evicted value needs is worth nothing.
     """
-
-    def __init__(self, relations: Relations) -> None:
-        self.relations = relations
-        self.visits = 0
-        self._seen: list[int] = []
-        self._walk = 0
 
     def evicted(self, s: int) -> None:
         """Costs and numbers can only have grown."""
@@ -256,13 +260,6 @@ class Demand:
             return twice * (wanting + 1), True
         self.visits += visits
         return 0, True
-
-    def _new_walk(self) -> tuple[list[int], int]:
-        missing = len(self.relations.deps) - len(self._seen)
-        if missing:
-            self._seen.extend([0] * missing)
-        self._walk += 1
-        return self._seen, self._walk
 
 
 class UnionFind:
