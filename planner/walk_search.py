@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numba
 import numpy as np
@@ -29,7 +30,7 @@ OVERHEAD = 200  # work of a move beside its runs, in runs
 MOST = 7  # moves take on up to 2**MOST ops or re-runs
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class _Lead:
     """A sequence that walks lead to."""
 
@@ -41,6 +42,13 @@ class _Lead:
     @property
     def complete(self) -> bool:
         return self.stuck == self.route.runs.size
+
+    @cached_property
+    def repeats(self) -> Ints:
+        """Where runs before ``stuck`` are repeats."""
+        is_repeat = np.ones(self.route.runs.size + 1, bool)
+        is_repeat[self.route.first_at] = False
+        return np.flatnonzero(is_repeat[: self.stuck])
 
     @property
     def merit(self) -> tuple[int, float]:
@@ -172,9 +180,7 @@ class WalkSearch:
     def _hold(self, lead: _Lead, weights: Floats) -> tuple[int, int, Flags] | None:
         """Leave out some re-runs, dear ones likelier, and make what they made dearer to lose since its last use."""
         rng, route = self._random, lead.route
-        is_first = np.zeros(route.runs.size + 1, bool)
-        is_first[route.first_at] = True
-        again = np.flatnonzero(~is_first[: lead.stuck])
+        again = lead.repeats
         if not again.size:
             return None
         dear_ns = np.cumsum(self._walk.op_time_ns[route.runs[again]] + 1)

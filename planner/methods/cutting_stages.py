@@ -14,7 +14,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 from graphs.ir import Graph
@@ -121,11 +121,8 @@ def _rounds(search: _Search, tightest: int) -> bool:
         limit_s = (1.0 if len(model.milp.cost) <= SMALL else share) * search.left_s
         until = time.perf_counter() + limit_s
         work = min(WORK * 2 ** (round_ - 1), MOST_WORK)
-
-        def meanwhile(work: int = work, until: float = until) -> None:
-            search.walks.improve(work, deadline=until)
-
-        answer = _minimise(search, model, finest_ns if cheap else tolerance_ns, aim, limit_s, meanwhile if round_ > 1 else None)
+        meanwhile = partial(search.walks.improve, work, deadline=until) if round_ > 1 else None
+        answer = _minimise(search, model, finest_ns if cheap else tolerance_ns, aim, limit_s, meanwhile)
         search.notes.update(events=len(events), inside_rows=len(inside), rounds=round_)
         if answer.outcome is Outcome.INFEASIBLE:
             if inside:  # schedules outside of that space may fit
@@ -138,8 +135,7 @@ def _rounds(search: _Search, tightest: int) -> bool:
             return not search.done()
         cut_short = answer.outcome is Outcome.STOPPED and time.perf_counter() >= until
 
-        kept = model.kept(answer)
-        sequence = walk(model, kept)
+        sequence = walk(model, model.kept(answer))
         schedule = with_frees(graph, sequence)
         search.offer(schedule, "walk")
         if search.done(aim):
