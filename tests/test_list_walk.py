@@ -98,6 +98,31 @@ def test_changes_along_the_way_leave_a_schedule_that_fits() -> None:
     assert early > 30
 
 
+def test_a_walk_that_is_late_beyond_recovery_is_given_up() -> None:
+    given_up = early = 0
+    for seed in range(10):
+        graph = random_training(40, seed=seed)
+        walk = ListWalk(graph, int(0.7 * simulate(graph, keep_all(graph)).peak_bytes))
+        first = walk.follow(walk.route(range(len(graph.ops))))
+        if not first.complete:
+            continue
+        route = walk.route(first.runs)
+        is_repeat = np.ones(route.runs.size, bool)
+        is_repeat[route.first_at] = False
+        for draw, at in enumerate(np.flatnonzero(is_repeat)):
+            weights, left_out = weights_of(graph, draw), is_repeat & (np.arange(route.runs.size) == at)
+            change = {"weights": weights, "left_out": left_out, "begin": max(1, int(at) - 20)}
+            whole = walk.follow(route, **change)
+            some = walk.follow(route, **change, slack_ns=0.0)
+            if some.complete:
+                assert some.runs.tolist() == whole.runs.tolist()
+            elif whole.complete:
+                given_up += 1
+                early += some.work < whole.work
+                assert whole.time_ns > first.time_ns
+    assert early == given_up > 5
+
+
 def test_a_rerun_that_the_room_makes_useless_is_left_out() -> None:
     graph = linear_network(6)
     count = len(graph.ops)
