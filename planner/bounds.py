@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from graphs.ir import Graph
 from planner.schedule import Schedule, keep_all, with_frees
 from planner.simulate import simulate
@@ -19,20 +21,23 @@ def least_bytes(graph: Graph) -> int:
     return graph.resident_bytes + max(at_end, max(at_op, default=0))
 
 
-def smallest_known(graph: Graph) -> tuple[int, Schedule]:
+def smallest_known(graph: Graph, *, time_limit_s: float = 10.0) -> tuple[int, Schedule]:
     """Smallest peak of the schedules that list walks find, and that schedule.
 
     A walk search is started at budgets bisected between ``least_bytes`` and the keep-all peak, to within 0.5 %.
+
+    time_limit_s  for all of it, and one walk more; only keeping all is known where it is 0
     """
+    deadline = time.perf_counter() + time_limit_s
     from planner.walk_search import WalkSearch  # compiled code: half a second to import
 
     best = keep_all(graph)
     works = simulate(graph, best).peak_bytes
     fails = least_bytes(graph) - 1
-    while works - fails > max(1, works // 200):
+    while works - fails > max(1, works // 200) and time.perf_counter() < deadline:
         middle = (works + fails) // 2
         walks = WalkSearch(graph, middle, seed=0)
-        walks.start()
+        walks.start(deadline=deadline)
         if walks.runs is None:
             fails = middle
         else:

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from graphs.errors import InputError
 from graphs.ir import Graph
-from planner.bounds import smallest_known
+from planner.bounds import least_bytes, smallest_known
 from planner.budget import resolve_budget
 from planner.pebbling import least_peak
-from planner.plan import solve, step_of
-from planner.result import Plan
+from planner.plan import check_options, solve, step_of
+from planner.result import Plan, Status
 from planner.schedule import Schedule, computes, in_graph_order, keep_all
 from planner.simulate import simulate
 
@@ -105,37 +105,48 @@ class MinBudget:
 
     works_bytes   the peak of ``schedule``: this budget works
     proved_bytes  no schedule fits in less, in whatever order
+    interrupted   whether Ctrl-C ended the search
     """
 
     works_bytes: int
     schedule: Schedule
     proved_bytes: int
+    interrupted: bool = False
 
 
 def min_budget(graph: Graph, *, time_limit_s: float = 30.0, within: float = 0.01, seed: int = 0) -> MinBudget:
     """The smallest budget with a schedule in hand, and a proved minimum that holds for schedules in any order.
 
-    A backward search (``planner.pebbling``) proves the minimum, and often comes with a schedule that attains it. Then budgets
-    are bisected between what works and what nothing was found for.
+    A backward search (``planner.pebbling``) proves the minimum, and often comes with a schedule that attains it. Else list walks
+    find a budget that works, and budgets are bisected between that and what nothing was found for.
 
-    time_limit_s  for all of it; the search gets a third of it at most, each solve a tenth
+    time_limit_s  for all of it; the search and the walks get a third of it each at most, each solve a tenth. Ctrl-C stops at
+                  once. Either way the best so far is returned
     within        stop where two budgets are this close, relatively
     """
+    check_options({"time_limit_s": time_limit_s, "seed": seed})
     deadline = time.perf_counter() + time_limit_s
-    works, schedule = smallest_known(graph)
-    proved, attained = least_peak(graph, time_limit_s=time_limit_s / 3)
-    if attained is not None:
-        return MinBudget(simulate(graph, attained).peak_bytes, attained, proved)
-    missed = proved - 1  # nothing was found for this budget
-    while works - missed > max(1, within * works) and time.perf_counter() < deadline:
-        middle = (works + missed) // 2
-        limit_s = max(0.1, min(0.1 * time_limit_s, deadline - time.perf_counter()))
-        found = solve(graph, middle, gap=0.99, time_limit_s=limit_s, seed=seed)
-        if found.schedule is None:
-            missed = middle
-        else:
-            schedule = found.schedule
-            works = simulate(graph, schedule).peak_bytes
-        if found.notes.get("stopped") == "interrupted":
-            break
-    return MinBudget(works, schedule, proved)
+    schedule = keep_all(graph)
+    works, proved = simulate(graph, schedule).peak_bytes, least_bytes(graph)
+    interrupted = False
+    try:
+        pebbled, attained = least_peak(graph, time_limit_s=time_limit_s / 3)
+        proved = max(proved, pebbled)
+        if attained is not None:
+            return MinBudget(simulate(graph, attained).peak_bytes, attained, proved)
+        works, schedule = smallest_known(graph, time_limit_s=time_limit_s / 3)
+        missed = proved - 1  # nothing was found for this budget
+        while works - missed > max(1, within * works) and not interrupted and time.perf_counter() < deadline:
+            middle = (works + missed) // 2
+            limit_s = max(0.1, min(0.1 * time_limit_s, deadline - time.perf_counter()))
+            found = solve(graph, middle, gap=0.99, time_limit_s=limit_s, seed=seed)
+            if found.schedule is not None:
+                works, schedule = simulate(graph, found.schedule).peak_bytes, found.schedule
+            else:
+                missed = middle
+                if found.status is Status.INFEASIBLE:
+                    proved = max(proved, middle + 1)
+            interrupted = found.notes.get("stopped") == "interrupted"
+    except KeyboardInterrupt:
+        interrupted = True
+    return MinBudget(works, schedule, proved, interrupted)

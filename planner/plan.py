@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from graphs.capture import Step
 
 MOST = 2**62  # bytes, or ns, of a graph in all
+MESSAGE_S = 10.0  # at most, to find out what an error message says
 _KINDS: dict[str, type] = {"bool": bool, "int": int, "str": str}  # of options, by their annotation
 
 
@@ -73,12 +74,13 @@ def plan(
         **options,
     )
     if found.status is Status.INFEASIBLE:
-        raise infeasible(graph, budget_bytes, found)
+        raise infeasible(graph, budget_bytes, found, time_limit_s=time_limit_s - found.wall_s)
     if found.status is Status.UNKNOWN:
+        more_s = 0.0 if found.notes.get("stopped") == "interrupted" else max(0.05 * time_limit_s, time_limit_s - found.wall_s)
         raise NoScheduleFound(
             f"{method} found no schedule of {graph.name} in {budget_bytes:,} bytes ({format_bytes(budget_bytes)}) within "
             f"{found.wall_s:.1f} s ({found.notes.get('stopped', 'nothing else to try')}), but did not rule one out; "
-            f"{smallest_known(graph)[0]:,} bytes are known to work"
+            f"{_works_bytes(graph, more_s):,} bytes are known to work"
         )
     return found if isinstance(target, Graph) else replace(found, step=target)
 
@@ -188,13 +190,14 @@ def check_options(options: Mapping[str, object]) -> None:
         raise InputError(f"seed must be an integer from 0 to 2147483647, not {seed!r}")
 
 
-def infeasible(graph: Graph, budget_bytes: int, plan: Plan | None = None) -> InfeasibleBudget:
+def infeasible(graph: Graph, budget_bytes: int, plan: Plan | None = None, *, time_limit_s: float = MESSAGE_S) -> InfeasibleBudget:
     """The error for a budget that is proved too small: what is proved, and what is known to work.
 
-    plan  of status INFEASIBLE: where its proof is for one order of first executions, the message says so
+    plan          of status INFEASIBLE: where its proof is for one order of first executions, the message says so
+    time_limit_s  to find out what works, besides keeping everything
     """
     known = plan.notes.get("least_bytes", 0) if plan is not None else 0
-    proved, works = max(known, least_bytes(graph)), smallest_known(graph)[0]
+    proved, works = max(known, least_bytes(graph)), _works_bytes(graph, time_limit_s)
     reason = f": {plan.notes.get('infeasible')}" if plan is not None and proved <= budget_bytes else ""
     asked = f"{budget_bytes:,} bytes ({format_bytes(budget_bytes)})"
     whole = "; an int is bytes, the whole keep-all peak is 1.0" if budget_bytes == 1 else ""
@@ -205,6 +208,14 @@ def infeasible(graph: Graph, budget_bytes: int, plan: Plan | None = None) -> Inf
         proved_bytes=proved,
         works_bytes=works,
     )
+
+
+def _works_bytes(graph: Graph, time_limit_s: float) -> int:
+    """The smallest budget known to work: at least keeping everything does, if there is no time for more, and on Ctrl-C."""
+    try:
+        return smallest_known(graph, time_limit_s=min(MESSAGE_S, time_limit_s))[0]
+    except KeyboardInterrupt:
+        return simulate(graph, keep_all(graph)).peak_bytes
 
 
 def step_of(

@@ -546,12 +546,12 @@ def _info(arguments: argparse.Namespace) -> int:
         graph = loaded.graph
         status("measuring the graph")
         trace = simulate(graph, keep_all(graph))
-        if arguments.min_budget:
+        if arguments.min_budget is not None:
             status("searching for the smallest budget")
             smallest = min_budget(graph, time_limit_s=arguments.min_budget)
-            proved_bytes, works_bytes = smallest.proved_bytes, smallest.works_bytes
+            proved_bytes, works_bytes, interrupted = smallest.proved_bytes, smallest.works_bytes, smallest.interrupted
         else:
-            proved_bytes, works_bytes = least_bytes(graph), smallest_known(graph)[0]
+            proved_bytes, works_bytes, interrupted = least_bytes(graph), smallest_known(graph)[0], False
         row = {
             "graph": graph.name,
             "device": graph.device or None,
@@ -582,7 +582,7 @@ def _info(arguments: argparse.Namespace) -> int:
             share = f"{in_bytes / trace.peak_bytes:.1%} of the keep-all peak" if in_bytes is not None and trace.peak_bytes else ""
             table.add_row(key, text, "" if in_bytes is None else format_bytes(in_bytes), share)
         _console().print(table)
-    return DONE
+    return _interrupted() if interrupted else DONE
 
 
 def _outcome(plan: Plan) -> int:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
-from graphs.errors import InputError
-from graphs.synthetic import chain, random_training
-from planner import min_budget, plans
-from planner.bounds import least_bytes
+from graphs.errors import InfeasibleBudget, InputError
+from graphs.synthetic import Layered, chain, random_layered, random_training
+from planner import min_budget, plan, plans
+from planner.bounds import least_bytes, smallest_known
 from planner.pebbling import least_peak
 from planner.result import Plan, Status
 from planner.schedule import keep_all
 from planner.simulate import simulate
+from tests.interruption import interrupted
 from tests.oracles import least_budget
 from tests.strategies import random_graph
 
@@ -53,6 +56,39 @@ def test_the_smallest_budget_works_and_less_than_proved_does_not() -> None:
     assert simulate(graph, found.schedule).peak_bytes == found.works_bytes
 
 
+def test_looking_for_what_works_keeps_a_limit_in_large_graphs() -> None:
+    graph = random_layered(Layered(5000, 0.3), seed=1)  # a full search takes more than ten seconds
+    keep_all_bytes = simulate(graph, keep_all(graph)).peak_bytes
+    smallest_known(chain(3))  # loads what is compiled
+
+    began = time.perf_counter()
+    works, schedule = smallest_known(graph, time_limit_s=0.2)
+    assert time.perf_counter() - began < 3
+    assert least_bytes(graph) <= works == simulate(graph, schedule).peak_bytes <= keep_all_bytes
+    assert smallest_known(graph, time_limit_s=0)[0] == keep_all_bytes
+
+    began = time.perf_counter()
+    with pytest.raises(InfeasibleBudget, match="smallest budget known to work") as refused:
+        plan(graph, 1, time_limit_s=0.2)
+    assert refused.value.proved_bytes == least_bytes(graph) <= refused.value.works_bytes <= keep_all_bytes
+    found = min_budget(graph, time_limit_s=1)
+    assert time.perf_counter() - began < 5
+    assert least_bytes(graph) <= found.proved_bytes <= found.works_bytes == simulate(graph, found.schedule).peak_bytes
+
+
+@pytest.mark.parametrize("after_s", [1.0, 3.0])
+def test_interrupting_min_budget_returns_the_best_so_far(after_s: float) -> None:
+    script = (
+        "from graphs.synthetic import Layered, chain, random_layered\n"
+        "from planner import keep_all, min_budget, simulate\nfrom planner.bounds import least_bytes, smallest_known\n"
+        "graph = random_layered(Layered(5000, 0.3), seed=1)\nsmallest_known(chain(3))\nprint('ready', flush=True)\n"
+        "found = min_budget(graph, time_limit_s=100)\n"
+        "works = found.works_bytes == simulate(graph, found.schedule).peak_bytes\n"
+        "print(found.interrupted, works, least_bytes(graph) <= found.proved_bytes <= found.works_bytes)\n"
+    )
+    assert interrupted(script, after_s=after_s) == "True True True"
+
+
 def test_plans_are_monotone_in_time_and_bound_and_come_in_the_order_asked_for() -> None:
     graph = random_training(16, seed=5)
     shares = [0.6, 1.0, 0.7, 0.8, 0.75, 0.9, 0.01]
@@ -65,8 +101,8 @@ def test_plans_are_monotone_in_time_and_bound_and_come_in_the_order_asked_for() 
     times, bounds = [plan.time_ns for plan in solved], [plan.bound_ns for plan in solved]
     assert times == sorted(times, key=lambda t: -(t or 0))
     assert bounds == sorted(bounds, key=lambda b: -(b or 0))
-    for plan in solved:
-        assert plan.schedule is not None and simulate(graph, plan.schedule).peak_bytes <= plan.budget_bytes
+    for one in solved:
+        assert one.schedule is not None and simulate(graph, one.schedule).peak_bytes <= one.budget_bytes
     assert found[1].time_ns == graph.keep_all_time_ns
 
 
