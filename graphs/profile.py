@@ -241,23 +241,26 @@ def _arguments(node: fx.Node, device: torch.device) -> tuple[tuple[Any, ...], di
     Numbers are drawn from [0.1, 1), which every operator can take (roots, logarithms, probabilities); integers are 0, or drawn
     where they are indices and their range is known.
     """
-    generator = torch.Generator(device).manual_seed(0)
-    limit = _index_limit(node)
+    generators: dict[torch.device, torch.Generator] = {}
+    limit, on_host = _index_limit(node), _on_host(node)
     storages: dict[int, torch.UntypedStorage] = {}
 
-    def real(fake: Tensor) -> Tensor:
+    def real(fake: Tensor, where: torch.device) -> Tensor:
         key = storage_key(fake)
         if key not in storages:
+            if where not in generators:
+                generators[where] = torch.Generator(where).manual_seed(0)
             size = storage_bytes(fake) // fake.element_size()
-            content = torch.empty(size, dtype=fake.dtype, device=device)
-            storages[key] = _filled(content, generator, limit).untyped_storage()
-        empty = torch.empty(0, dtype=fake.dtype, device=device)
+            content = torch.empty(size, dtype=fake.dtype, device=where)
+            storages[key] = _filled(content, generators[where], limit).untyped_storage()
+        empty = torch.empty(0, dtype=fake.dtype, device=where)
         return empty.set_(storages[key], int(fake.storage_offset()), fake.shape, fake.stride())
 
     def value(argument: fx.Node) -> Any:
         if argument.op == "get_attr":  # subgraph of a higher-order operator
             return attribute(argument)
-        return tree_map_only(Tensor, real, argument.meta["val"])
+        where = torch.device("cpu") if argument in on_host else device
+        return tree_map_only(Tensor, functools.partial(real, where=where), argument.meta["val"])
 
     return fx.map_arg(node.args, value), fx.map_arg(node.kwargs, value)
 
@@ -288,6 +291,16 @@ def _index_limit(node: fx.Node) -> int:
     if name in ("index", "index_put", "index_select", "gather", "scatter", "scatter_add", "index_add"):
         return max(1, int(min(args[0].meta["val"].shape, default=1)))  # valid whichever dimension is indexed
     return 1
+
+
+def _on_host(node: fx.Node) -> list[fx.Node]:
+    """Arguments that lie on the host although their fakes do not say so: seed and offset of this kernel of attention, outside of
+    CUDA graphs. It reads them there, so memory of the device would end the process."""
+    if not isinstance(node.target, OpOverload) or not node.target._schema.name.endswith("_efficient_attention_backward"):
+        return []
+    named = zip((argument.name for argument in node.target._schema.arguments), node.args, strict=False)
+    given = [argument for name, argument in (*named, *node.kwargs.items()) if name in ("philox_seed", "philox_offset")]
+    return [argument for argument in given if isinstance(argument, fx.Node)]
 
 
 # Around the measuring.

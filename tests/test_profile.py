@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 import graphs.profile as profile
 from graphs.capture import Step, capture
@@ -291,3 +291,14 @@ def test_workspace_on_cuda_is_what_an_op_holds_beside_its_outputs(tmp_path: Path
     assert all(op.time_ns >= 1 and op.workspace_bytes % 512 == 0 for op in priced.graph.ops)
     assert all(op.workspace_bytes == 0 for op in priced.graph.ops if op.kind == "aten.relu"), "it makes its output, nothing else"
     assert counts(step, tmp_path) == []
+
+
+def test_seeds_of_attention_are_given_on_the_host_where_its_backward_reads_them() -> None:
+    schema = torch.ops.aten._scaled_dot_product_efficient_attention_backward.default._schema
+    graph = fx.Graph()
+    given = {a.name: graph.placeholder(a.name) for a in schema.arguments if isinstance(a.type, torch.TensorType)}
+    arguments = [given.get(a.name, 0.1) for a in schema.arguments if not a.kwarg_only]
+    call = graph.call_function(torch.ops.aten._scaled_dot_product_efficient_attention_backward.default, tuple(arguments))
+    assert profile._on_host(call) == [given["philox_seed"], given["philox_offset"]]
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
+    assert profile._on_host(graph.call_function(flash, tuple(given.values()))) == []
