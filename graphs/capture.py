@@ -18,6 +18,7 @@ from graphs.fingerprint import Fingerprint
 from graphs.inputs import InputForm, Inputs, Loss, check_input, flatten, leaves_like, own_example, plain, splitter
 from graphs.ir import Graph, Op, Value
 from graphs.rewrite import (
+    choose_batch_norm,
     drop_unread_statistics,
     fuse_bernoulli,
     is_effect,
@@ -271,6 +272,7 @@ def capture(
     if sparse is not None:
         raise CaptureError(f"{name}: {sparse.name} ({sparse.target}) makes a sparse tensor; use dense gradients (sparse=False)")
     fuse_bernoulli(graph)
+    choose_batch_norm(graph)
     drop_unread_statistics(graph)
     gradient_at = {result.name: i for i, result in enumerate(results) if result.kind == "gradient"}
     if autocast is not None:
@@ -315,6 +317,7 @@ def numbered(name: str, module: fx.GraphModule, device: torch.device) -> Step:
     graph = module.graph
     remove_dead(graph)
     fuse_bernoulli(graph)
+    choose_batch_norm(graph)
     drop_unread_statistics(graph)
     graph.lint()
     module.recompile()

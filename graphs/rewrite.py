@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx
 
-from graphs.torch_private import OpOverload, is_operator, storage_bytes, storage_key, tree_leaves
+from graphs.torch_private import OpOverload, is_operator, storage_bytes, storage_key, takes_cudnn_batch_norm, tree_leaves
 
 aten = torch.ops.aten
 
@@ -121,6 +121,45 @@ def drop_unread_statistics(graph: fx.Graph) -> None:
         for node in graph.find_nodes(op="call_function", target=target):
             if flag is None or node.args[flag] is True:
                 node.args = tuple(None if i in places else argument for i, argument in enumerate(node.args))
+
+
+def choose_batch_norm(graph: fx.Graph) -> None:
+    """Let batch norm in training take cuDNN's kernels where eager execution does. The tracer puts PyTorch's own in their place,
+    which round otherwise.
+
+    Without running statistics there is no such functional operator; PyTorch's own kernels stay.
+    """
+    reserves: dict[int, fx.Node] = {}  # by storage of the mean that was saved: what the forward hands to the backward beside it
+    for node in graph.find_nodes(op="call_function", target=aten._native_batch_norm_legit_functional.default):
+        data, weight, bias, mean, var, training, momentum, eps = node.args
+        given: list[Any] = [a.meta["val"] if isinstance(a, fx.Node) else a for a in (data, weight, bias, mean, var, eps)]
+        if not training or not takes_cudnn_batch_norm(*given):
+            continue
+        old = node.meta["val"]
+        with graph.inserting_after(node):
+            call = graph.call_function(
+                aten._batch_norm_with_update_functional.default, (data, weight, bias, mean, var, momentum, eps)
+            )
+        reserve = _value(call.target, call.args, {})[3]
+        call.meta = {**node.meta, "val": (*old[:3], reserve, *old[3:])}
+        with graph.inserting_after(call):
+            item = reserves[storage_key(old[1])] = graph.call_function(operator.getitem, (call, 3))
+        item.meta = {**node.meta, "val": reserve}
+        for each in list(node.users):
+            index = cast(int, each.args[1])
+            each.args = (call, index + (index > 2))
+        graph.erase_node(node)
+    for node in graph.find_nodes(op="call_function", target=aten.native_batch_norm_backward.default):
+        *first, training, eps, mask = node.args
+        saved = first[5]
+        if training and saved is not None and storage_key(saved.meta["val"]) in reserves:
+            with graph.inserting_before(node):
+                call = graph.call_function(
+                    aten.batch_norm_backward.default, (*first, True, eps, mask, reserves[storage_key(saved.meta["val"])])
+                )
+            call.meta = dict(node.meta)
+            node.replace_all_uses_with(call)
+            graph.erase_node(node)
 
 
 # Dropout draws its mask in place, into memory laid out like its input. The functional operator draws into contiguous memory,

@@ -73,6 +73,7 @@ __all__ = [
     "run_with_rng_state",
     "storage_bytes",
     "storage_key",
+    "takes_cudnn_batch_norm",
     "to_fake",
     "trace_joint",
     "tree_flatten",
@@ -148,6 +149,16 @@ def replace_content(storage: UntypedStorage, content: UntypedStorage) -> None:
 def in_backward() -> bool:
     """Whether autograd is running a backward pass in this thread."""
     return torch._C._current_graph_task_id() != -1
+
+
+def takes_cudnn_batch_norm(
+    data: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, var: Tensor | None, eps: float
+) -> bool:
+    """Whether eager execution gives these (fake) tensors to cuDNN's batch norm, in training."""
+    if data.device.type != "cuda" or weight is None or bias is None:
+        return False
+    backend: Any = torch._C._select_batch_norm_backend(data, weight, bias, mean, var, True, eps)
+    return bool(backend == torch._C._BatchNormBackend.Cudnn)  # type: ignore[attr-defined]
 
 
 without_autocast = torch._C._DisableAutocast  # a context: operators run in the types they are given

@@ -5,6 +5,7 @@ import operator
 import pickle
 import random
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -383,6 +384,27 @@ def test_step_computes_what_plain_pytorch_computes(name):
         assert_same(answer_of(step, list(outputs)), plain)
         trace = simulate(step.graph, keep_all(step.graph))
         assert trace.peak_bytes - step.graph.resident_bytes == meter.peak
+        torch.manual_seed(7)
+        assert_same(answer_of(step, run_by_ops(step, case.inputs)), plain)
+
+
+def test_batch_norm_takes_the_operator_that_chooses_cudnn_where_eager_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU that operator runs the same kernel as without cuDNN, so the answer stays that of plain PyTorch."""
+    torch.manual_seed(1)
+    case = image_case()
+    plain = plain_answer(case)
+    monkeypatch.setattr("graphs.rewrite.takes_cudnn_batch_norm", lambda data, *_: data.shape[2] == 17)  # the first of two
+    step = captured(case)
+    found = Counter(op.kind for op in step.graph.ops if "batch_norm" in op.kind)
+    assert found == {
+        "aten._batch_norm_with_update_functional": 1,
+        "aten.batch_norm_backward": 1,
+        "aten._native_batch_norm_legit_functional": 1,
+        "aten.native_batch_norm_backward": 1,
+    }
+    with torch.no_grad():
+        torch.manual_seed(7)
+        assert_same(answer_of(step, list(step.module(*bind(step, case.inputs)))), plain)
         torch.manual_seed(7)
         assert_same(answer_of(step, run_by_ops(step, case.inputs)), plain)
 
