@@ -45,7 +45,7 @@ from online.pauses import old_objects_left_alone
 from online.runtime import Failure, Run, RunStatus, rule
 from planner.budget import resolve_budget
 from planner.draws import generator_state, repeat_draw
-from planner.schedule import Compute, Free, Schedule
+from planner.schedule import Compute, Free, Schedule, to_json
 from planner.simulate import simulate
 
 Holding = Tensor | nn.Module | torch.optim.Optimizer | Mapping[Any, Any] | Iterable[Any]
@@ -564,7 +564,6 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
         status = RunStatus.COMPLETED
         if self._failure is not None or self._thrashed:
             status = RunStatus.THRASHED if self._thrashed else RunStatus.OUT_OF_MEMORY
-        completed = status is RunStatus.COMPLETED
         return Run(
             graph,
             limit,
@@ -573,9 +572,8 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
             self._engine.reclaim,
             self.seed,
             status,
-            schedule,
-            trace.time_ns if completed else None,
-            trace.peak_bytes if completed else None,
+            tuple(to_json(schedule)),
+            (trace.time_ns, trace.peak_bytes),
             self._engine.counters,
             self._failure,
             self._wall_s,

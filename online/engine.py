@@ -127,11 +127,11 @@ class Engine:
 
     # With more than 30 attributes an instance without slots loses CPython's fast access to them.
     __slots__ = (
-        "_awaiting", "_banishing", "_call_ns", "_counters", "_counts", "_defined", "_dropped", "_inputs", "_lazy", "_locks",
-        "_made_bytes", "_outputs", "_pending", "_pinned", "_planned", "_producer", "_storage", "_time_ns", "_uses", "_victims",
-        "_views", "_weight", "_workspace_bytes", "allocator", "budget_bytes", "by_program", "clock", "driver", "limit_ns",
-        "limit_runs", "next_use", "peak_bytes", "pool", "program_clock", "reclaim", "relations", "release", "resident",
-        "size_bytes", "steps", "used_bytes",
+        "_at_once", "_awaiting", "_banishing", "_called", "_counters", "_counts", "_defined", "_dropped", "_inputs", "_lazy",
+        "_locks", "_made_bytes", "_makes", "_outputs", "_pending", "_pinned", "_planned", "_producer", "_reads", "_storage",
+        "_time_ns", "_uses", "_victims", "_views", "_weight", "_workspace_bytes", "allocator", "budget_bytes", "by_program",
+        "clock", "driver", "limit_ns", "limit_runs", "next_use", "peak_bytes", "pool", "program_clock", "reclaim", "relations",
+        "release", "resident", "size_bytes", "steps", "used_bytes",
     )  # fmt: skip
 
     def __init__(
@@ -177,7 +177,7 @@ class Engine:
             sample=Option.SAMPLE in options,
         )
         self._victims = victims(heuristic, self.pool, allocator)
-        self._views: list[list[int]] = []
+        self._views: list[tuple[int, ...]] = []  # tensors
         self._locks: list[int] = []
         self._pinned: list[bool] = []
         self._dropped = self.relations.dropped
@@ -185,18 +185,21 @@ class Engine:
         self._weight: list[int] = []  # bytes a tensor adds: 0 for a view
         self._defined: list[bool] = []
         self._producer: list[int] = []
-        self._inputs: list[tuple[int, ...]] = []  # of each op, like the four below
+        self._inputs: list[tuple[int, ...]] = []  # tensors of each op, like the next; the five below are of each op too
         self._outputs: list[tuple[int, ...]] = []
+        self._reads: list[tuple[int, ...]] = []  # the storages of these tensors
+        self._makes: list[tuple[int, ...]] = []
         self._time_ns: list[int] = []
         self._made_bytes: list[int] = []
         self._workspace_bytes: list[int] = []
         self._awaiting = awaiting and heuristic.cost == "neighborhood"
+        self._at_once = allocator is None and not self._awaiting and not self.reclaim  # see _call_at_once
         self._banishing: set[int] = set()
         self._lazy = heuristic.cost == "demand"  # what is dropped goes first by its score, once room is needed
         self._counts = self._lazy or Option.COUNTED in options
         self._planned: set[int] = set()  # ops that the rebuild under way will run
         self._pending: list[int] = []  # how often they read each storage
-        self._call_ns = 1
+        self._called = -1  # op of the last call
         self._uses: list[list[int]] = []  # of each storage, where next uses count: when it will be read, latest first
 
     @property
@@ -211,7 +214,7 @@ class Engine:
     def add_storage(self, size_bytes: int, *, pinned: bool = False) -> int:
         """A new storage; ``pinned``: once in memory it is never evicted."""
         self.size_bytes.append(size_bytes)
-        self._views.append([])
+        self._views.append(())
         self.resident.append(False)
         self._locks.append(0)
         self._pinned.append(pinned)
@@ -225,21 +228,40 @@ class Engine:
         inputs  tensors, in argument order, repeats included
         makes   storages, in output order; a storage made by an earlier op stands for a view of it
         """
-        op = len(self._inputs)
-        first = len(self._storage)
+        op, storage = len(self._inputs), self._storage
+        first, made_bytes = len(storage), 0
+        makes = tuple(makes)
         for s in makes:
-            self._weight.append(0 if self._views[s] else self.size_bytes[s])
-            self._views[s].append(len(self._storage))
-            self._storage.append(s)
+            weight = 0 if self._views[s] else self.size_bytes[s]
+            made_bytes += weight
+            self._weight.append(weight)
+            self._views[s] += (len(storage),)
+            storage.append(s)
             self._defined.append(False)
             self._producer.append(op)
-        outputs = range(first, len(self._storage))
+        outputs = range(first, len(storage))
         self._inputs.append(tuple(inputs))
         self._outputs.append(tuple(outputs))
+        self._reads.append(tuple([storage[t] for t in inputs]))
+        self._makes.append(makes)
         self._time_ns.append(time_ns)
-        self._made_bytes.append(sum([self._weight[t] for t in outputs]))
+        self._made_bytes.append(made_bytes)
         self._workspace_bytes.append(workspace_bytes)
         return op, outputs
+
+    def _declare(self, like: Engine) -> None:
+        """On a new engine, all that another one has declared and nothing more."""
+        count = len(like.size_bytes)
+        self.resident += [False] * count
+        self._locks += [0] * count
+        self._pending += [0] * count
+        self._defined += [False] * len(like._storage)
+        self.pool.add(count)
+        self.relations.add(count)
+        for name in ("size_bytes", "_views", "_pinned", "_storage", "_weight", "_producer", "_inputs", "_outputs", "_reads"):
+            getattr(self, name).extend(getattr(like, name))
+        for name in ("_makes", "_time_ns", "_made_bytes", "_workspace_bytes"):
+            getattr(self, name).extend(getattr(like, name))
 
     def preload(self, s: int) -> None:
         """Pinned storage ``s`` is in memory from the start. Raises OutOfMemory, naming op 0, where an allocator has no room."""
@@ -253,27 +275,67 @@ class Engine:
 
     def call(self, op: int) -> None:
         """Run ``op`` for the first time. Raises OutOfMemory or Thrashed."""
+        self._called = op
+        asked = self.used_bytes + self._made_bytes[op] + self._workspace_bytes[op]
+        if asked <= self.budget_bytes and self._at_once:
+            defined = self._defined
+            for t in self._inputs[op]:
+                if not defined[t]:
+                    break
+            else:
+                self._call_at_once(op, asked)
+                return
         outputs = self._outputs[op]
-        self._call_ns = max(1, self._time_ns[op])
         if self._awaiting:
-            made = {s for t in outputs if self._views[s := self._storage[t]][0] == t}
-            reads = [self._storage[t] for t in self._inputs[op]]
-            self.pool.awaiting(reads, self._time_ns[op] * len(made))
+            made = {s for t, s in zip(outputs, self._makes[op], strict=True) if self._views[s][0] == t}
+            self.pool.awaiting(list(self._reads[op]), self._time_ns[op] * len(made))
         self._materialize(op, outputs[0] if outputs else -1, first=True)
         self.program_clock += self._time_ns[op]
         clock = self.program_clock if self.by_program else self.clock
-        for t in outputs:
-            self.pool.touch(self._storage[t], clock)
+        for s in self._makes[op]:
+            self.pool.touch(s, clock)
+
+    def _call_at_once(self, op: int, asked: int) -> None:
+        """A first call of an op where all it reads is there and all it makes fits.
+
+        Nothing can go meanwhile, so nothing is held, and only the order in which it joins the pool again is kept.
+        """
+        if asked > self.peak_bytes:
+            self.peak_bytes = asked
+        if self.driver is not None:
+            self.driver.compute(op)
+        self.steps.append(op)
+        self._counters.executions += 1
+        if not self._counters.deepest:
+            self._counters.deepest = 1
+        pool, before = self.pool, self.program_clock if self.by_program else self.clock
+        time_ns = self._time_ns[op]
+        self.clock += time_ns
+        self.program_clock += time_ns
+        self.used_bytes = asked - self._workspace_bytes[op]
+        for t in self._outputs[op]:
+            self._defined[t] = True
+        self._relate(op)
+        makes = self._makes[op]
+        for s in makes if len(makes) < 2 else dict.fromkeys((*makes[1:], makes[0])):  # the first joins the pool last
+            if not self.resident[s]:
+                self.resident[s] = True
+                self._arrive(s)
+        pool.read(self._reads[op], before)
+        after = self.program_clock if self.by_program else self.clock
+        for s in makes:
+            pool.touch(s, after)
 
     def drop(self, s: int) -> None:
         """The program holds no reference to storage ``s`` any more."""
         self._dropped[s] = True
-        self.pool.dropped(s)
-        if self.release is Release.BANISH:
-            self._banish(s)
-        elif self.release is Release.EAGER and not self._lazy and self.resident[s] and not self._pinned[s]:
+        if self._lazy:
+            self.pool.dropped(s)
+        elif self.release is Release.EAGER and self.resident[s] and not self._pinned[s]:
             self._counters.released += 1
             self._evict(s)
+        if self.release is Release.BANISH:
+            self._banish(s)
 
     def keep(self, tensors: Iterable[int]) -> None:
         """The program ends: have all of these in memory together, in this order. Raises OutOfMemory or Thrashed."""
@@ -282,27 +344,37 @@ class Engine:
                 self._materialize(self._producer[t], t, first=False)
             self._lock(self._storage[t])
 
-    def play(self, program: Program) -> None:
+    def play(self, program: Program, declared: Engine | None = None) -> None:
         """Declare what ``program`` declares, under the same numbers, and do what it does. For a new engine.
+
+        declared  another engine that has declared it, and nothing else: then it need not be gone through again
 
         Raises OutOfMemory or Thrashed.
         """
-        for s, size_bytes in enumerate(program.size_bytes):
-            self.add_storage(size_bytes, pinned=s in program.pinned or s in program.resident)
+        if declared is None:
+            self.declare(program)
+        else:
+            self._declare(declared)
         for s in program.resident:
             self.preload(s)
-        for call in program.calls:
-            self.add_op(call.inputs, call.makes, call.time_ns, call.workspace_bytes)
         if self.next_use:
             self._uses = uses_of(program, self._storage)
+        call, drop = self.call, self.drop
         for event in program.events:
             if event >= 0:
                 if self.next_use:
                     self._look_ahead(program.calls[event])
-                self.call(event)
+                call(event)
             else:
-                self.drop(-1 - event)
+                drop(-1 - event)
         self.keep(program.kept)
+
+    def declare(self, program: Program) -> None:
+        """All storages and ops of a program."""
+        for s, size_bytes in enumerate(program.size_bytes):
+            self.add_storage(size_bytes, pinned=s in program.pinned or s in program.resident)
+        for call in program.calls:
+            self.add_op(call.inputs, call.makes, call.time_ns, call.workspace_bytes)
 
     # The algorithm
 
@@ -333,8 +405,7 @@ class Engine:
         clock, pool = self.program_clock if self.by_program else self.clock, self.pool
         accessed = first or not self.by_program
         missing = []
-        for t in self._inputs[op]:
-            s = self._storage[t]
+        for t, s in zip(self._inputs[op], self._reads[op], strict=True):
             if accessed:
                 pool.touch(s, clock)
             if self._defined[t]:
@@ -358,8 +429,7 @@ class Engine:
             if op in planned:
                 continue
             planned.add(op)
-            for t in self._inputs[op]:
-                s = self._storage[t]
+            for t, s in zip(self._inputs[op], self._reads[op], strict=True):
                 pending[s] += 1
                 if pending[s] == 1:
                     self.pool.spare(s, True)
@@ -416,8 +486,7 @@ class Engine:
             self._arrive(s)
         planned = op in self._planned
         self._planned.discard(op)
-        for t in self._inputs[op]:
-            s = self._storage[t]
+        for s in self._reads[op]:
             self._unlock(s)
             if planned:
                 self._pending[s] -= 1
@@ -437,20 +506,20 @@ class Engine:
 
     def _relate(self, op: int) -> None:
         """After its first run: what ``op`` made depends on what it read, and has cost its time."""
-        relations = self.relations
-        reads = [s for s in map(self._storage.__getitem__, self._inputs[op]) if not self._never_gone(s)]
-        makes = dict.fromkeys(map(self._storage.__getitem__, self._outputs[op]))
+        relations, pinned, time_ns = self.relations, self._pinned, self._time_ns[op]
+        ever = self.release is Release.BANISH  # what is pinned can go
+        makes: Collection[int] = self._makes[op]
+        if len(makes) > 1:
+            makes = dict.fromkeys(makes)
         for s in makes:
-            relations.cost_ns[s] += self._time_ns[op]
-            self.pool.costlier(s, self._time_ns[op])
-            for dep in reads:
-                relations.link(s, dep)
+            relations.cost_ns[s] += time_ns
+            self.pool.costlier(s, time_ns)
+            for dep in self._reads[op]:
+                if ever or not pinned[dep]:
+                    relations.link(s, dep)
         if len(makes) > 1:
             for s in makes:
                 relations.siblings.setdefault(s, []).extend([other for other in makes if other != s])
-
-    def _never_gone(self, s: int) -> bool:
-        return self._pinned[s] and self.release is not Release.BANISH
 
     def _arrive(self, s: int) -> None:
         """Storage ``s`` has come into memory."""
@@ -486,7 +555,7 @@ class Engine:
         while True:
             start = time.perf_counter()
             # By the program, what was accessed last is as old as the call under way is long.
-            chosen = self._victims(self.program_clock + self._call_ns if self.by_program else self.clock)
+            chosen = self._victims(self.program_clock + max(1, self._time_ns[self._called]) if self.by_program else self.clock)
             counters.search_s += time.perf_counter() - start
             counters.searches += 1
             if not chosen:

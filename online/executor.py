@@ -8,8 +8,8 @@ exactly what the engine counts; evicting a value drops its tensors.
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -53,9 +53,10 @@ class Execution(contextlib.AbstractContextManager["Execution"]):
     def __init__(self, step: Step, inputs: Inputs, tangent: Tensor | None = None) -> None:
         self._step = step
         self._code = _code_of(step)
-        self._runs = self._code.runs
         self._places = self._code.places
-        self._draws_from = self._code.draws_from
+        self._runs = self._code.runs.copy()
+        for op, where in self._code.draws_from.items():
+            self._runs[op] = functools.partial(self._draw, op, where)
         self._store: Store = [None] * self._code.size
         self._store[: len(step.sources)] = bind(step, inputs, self._code.ones if tangent is None else tangent)
         self._states: dict[int, Tensor] = {}
@@ -63,7 +64,7 @@ class Execution(contextlib.AbstractContextManager["Execution"]):
 
     def __enter__(self) -> Execution:
         self._context.enter_context(as_captured(self._step))
-        self._context.enter_context(undone_on_failure(generators_of(self._step)))
+        self._context.enter_context(undone_on_failure(self._code.generators))
         return self
 
     def __exit__(self, *error: Any) -> bool | None:
@@ -72,18 +73,20 @@ class Execution(contextlib.AbstractContextManager["Execution"]):
 
     def compute(self, op: int) -> None:
         """See ``online.engine.Driver``."""
-        where = self._draws_from.get(op)
-        if where is None:
-            self._runs[op](self._store)
-        elif op in self._states:
-            repeat_draw(self._states[op], where, self._runs[op], self._store)
+        self._runs[op](self._store)
+
+    def _draw(self, op: int, where: torch.device | torch.Generator, store: Store) -> None:
+        """Run a random op."""
+        run = self._code.runs[op]
+        if op in self._states:
+            repeat_draw(self._states[op], where, run, store)
         else:
             self._states[op] = generator_state(where)
-            self._runs[op](self._store)
+            run(store)
 
     def free(self, storage: int) -> None:
         """See ``online.engine.Driver``."""
-        for place in self._places.get(storage, ()):
+        for place in self._places[storage]:
             self._store[place] = None
 
     def outcome(self) -> Outcome:
@@ -95,15 +98,17 @@ class _Code:
     """One generated function for each op of a step.
 
     size        places in the store; the first are those of the placeholders
-    places      for each value, where the tensors are stored that hold it
+    places      for each value that is not resident, where the tensors are stored that hold it
     draws_from  for each random op, what it draws from: a generator it is given, or the default one of a device
+    generators  all generators it draws from
     runs        runs[op](store) runs the op
     results     results(store): the entries of the captured output
     ones        gradient of the loss where the caller gives none: part of what is resident, so made once and kept
     """
 
     def __init__(self, step: Step) -> None:
-        self.places: defaultdict[int, tuple[int, ...]] = defaultdict(tuple)
+        self.places: list[tuple[int, ...]] = [()] * len(step.graph.values)
+        self.generators = generators_of(step)
         self.draws_from: dict[int, torch.device | torch.Generator] = {}
         self.ones = unit_tangent(step)
         self._constants: dict[str, object] = {}

@@ -12,6 +12,7 @@ again whenever the last op that holds them lets go. This is the order of the aut
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -24,6 +25,7 @@ Cost = Literal["neighborhood", "ancestors", "union_find", "producers", "demand",
 
 SPARED = 2.0**-200  # what a rebuild under way will read counts as that much smaller: it goes where nothing else is left
 SMALL = 0.01  # of the mean size: what the prototype of the DTR authors never evicts to make room
+_UNWRITTEN = -2
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +105,9 @@ def ablation() -> dict[str, Heuristic]:
 class Pool:
     """Evictable storages, scored in bulk.
 
-    Every storage in memory that is not pinned has a slot in flat arrays. Numerators of neighbourhood heuristics are lower
-    bounds: ``pick`` makes exact only those that stand at the minimum, until the minimum itself is exact.
+    Every storage in memory that is not pinned has a slot in flat arrays. Most accesses are never looked at, since there is
+    room, so they go to lists, and to the arrays where a search is about to read them. Numerators of neighbourhood heuristics
+    are lower bounds: ``pick`` makes exact only those that stand at the minimum, until the minimum itself is exact.
 
     size_bytes   bytes of each storage (shared with the caller, grows with it)
     next_use     staleness is ``due`` minus ``now`` instead
@@ -157,22 +160,25 @@ class Pool:
         self._changes = 0  # evictions and rebuilds so far: a numerator is exact if it was computed at this count
         self._slot: list[int] = []  # of each storage, -1 without one
         self._last: list[int] = []  # clock at the last access, of each storage
+        self._order: list[int] = []  # when it joined, of each storage; -1 while it is no member
+        self._outdated: set[int] = set()  # storages whose slots are to be written before they are read
         self._free: list[int] = []
         self._used = 0
         self._at: list[int] = []  # storage in each slot
-        self._exact_at: list[int] = []
+        self._exact_at: list[int] = []  # _UNWRITTEN: nothing about its storage has been written to that slot yet
         self._columns = np.empty((0, 0))
         self._grow(256)
 
     def __len__(self) -> int:
         return self._members
 
-    def add(self) -> None:
-        """A new storage, the next number."""
-        self._slot.append(-1)
-        self._last.append(0)
-        self._due.append(np.inf)
-        self._spared.append(False)
+    def add(self, count: int = 1) -> None:
+        """New storages, the next numbers."""
+        self._slot += [-1] * count
+        self._last += [0] * count
+        self._order += [-1] * count
+        self._due += [np.inf] * count
+        self._spared += [False] * count
 
     def enter(self, s: int) -> None:
         """``s`` has come into memory and can be evicted from now on."""
@@ -185,64 +191,76 @@ class Pool:
             self._used += 1
         self._slot[s] = slot
         self._at[slot] = s
-        local = self.relations.cost_ns[s] if self._costs else self._least
-        self._local[slot] = self._numerator[slot] = local
-        self._exact_at[slot] = -1
-        if self.heuristic.size:
-            self._size[slot] = self.size_bytes[s] * (SPARED if self._spared[s] else 1.0)
-        self._accessed[slot] = -self._due[s] if self._next_use else self._last[s]
+        self._exact_at[slot] = _UNWRITTEN
         if self._skip_small:
             self._sizes += self.size_bytes[s]
             self._arrivals += 1
             if self.size_bytes[s] * self._arrivals < SMALL * self._sizes:
                 self._skipped.add(s)
-        self.join(s)
+                return
+        self._order[s] = self._joined
+        self._joined += 1
+        self._members += 1
+        self._outdated.add(s)
 
     def leave_memory(self, s: int) -> None:
         """``s`` leaves memory, or can never be evicted again."""
         slot = self._slot[s]
-        if self._barrier[slot] == 0.0:
-            self.leave(s)
         self._slot[s] = -1
-        self._skipped.discard(s)
         self._free.append(slot)
+        if self._order[s] >= 0:
+            self._order[s] = -1
+            self._members -= 1
+        if self._exact_at[slot] != _UNWRITTEN:
+            self._barrier[slot] = np.inf
+        self._outdated.discard(s)
+        if self._skipped:
+            self._skipped.discard(s)
 
     def join(self, s: int) -> None:
         """Nothing holds ``s`` any more."""
-        if s in self._skipped:
-            return
-        slot = self._slot[s]
-        self._barrier[slot] = 0.0
-        self._order[slot] = self._joined
-        self._joined += 1
-        self._members += 1
+        if s not in self._skipped:
+            self._order[s] = self._joined
+            self._joined += 1
+            self._members += 1
+            self._outdated.add(s)
 
     def leave(self, s: int) -> None:
         """Something holds ``s``, so it must not go."""
         if s not in self._skipped:
-            self._barrier[self._slot[s]] = np.inf
+            self._order[s] = -1
             self._members -= 1
+            self._outdated.add(s)
 
     def touch(self, s: int, clock: int) -> None:
         """``s`` is accessed."""
         self._last[s] = clock
-        slot = self._slot[s]
-        if slot >= 0 and not self._next_use:
-            self._accessed[slot] = clock
+        if self._order[s] >= 0:
+            self._outdated.add(s)
+
+    def read(self, storages: Iterable[int], clock: int) -> None:
+        """An op accesses these one after the other, holds those that are members, and lets go of them in the same order."""
+        last, order, outdated, joined = self._last, self._order, self._outdated, self._joined
+        for s in storages:
+            last[s] = clock
+            if order[s] >= 0:
+                order[s] = joined
+                joined += 1
+                outdated.add(s)
+        self._joined = joined
 
     def due(self, s: int, at: float) -> None:
         """The next use of ``s`` comes when ``now`` is ``at``; infinity: never."""
         self._due[s] = at
-        slot = self._slot[s]
-        if slot >= 0:
-            self._accessed[slot] = -at
+        if self._order[s] >= 0:
+            self._outdated.add(s)
 
     def spare(self, s: int, yes: bool) -> None:
         """The rebuild under way will read ``s``, or will not any more. Only the rule "demand" minds."""
         if self._demand is not None:
             self._spared[s] = yes
             slot = self._slot[s]
-            if slot >= 0:
+            if slot >= 0 and self._exact_at[slot] != _UNWRITTEN:
                 self._size[slot] = self.size_bytes[s] * (SPARED if yes else 1.0)
 
     def dropped(self, s: int) -> None:
@@ -255,10 +273,12 @@ class Pool:
     def costlier(self, s: int, time_ns: int) -> None:
         """c0 of ``s`` has grown by a new view."""
         slot = self._slot[s]
-        if self._costs and slot >= 0:
+        if slot < 0 or self._exact_at[slot] == _UNWRITTEN:
+            return
+        if self._costs:
             self._local[slot] += time_ns
             self._numerator[slot] += time_ns
-        elif slot >= 0:
+        else:
             self._exact_at[slot] = -1
 
     def evicted(self, s: int) -> None:
@@ -293,8 +313,25 @@ class Pool:
         if slot >= 0:
             self._numerator[slot] = self._local[slot]
 
+    def _write(self) -> None:
+        """Bring the slots up to date."""
+        slots, exact_at, order = self._slot, self._exact_at, self._order
+        accessed, ordered, barrier = self._accessed, self._ordered, self._barrier
+        for s in self._outdated:
+            slot = slots[s]
+            if exact_at[slot] == _UNWRITTEN:
+                exact_at[slot] = -1
+                self._local[slot] = self._numerator[slot] = self.relations.cost_ns[s] if self._costs else self._least
+                if self.heuristic.size:
+                    self._size[slot] = self.size_bytes[s] * (SPARED if self._spared[s] else 1.0)
+            accessed[slot] = -self._due[s] if self._next_use else self._last[s]
+            ordered[slot] = order[s]
+            barrier[slot] = 0.0 if order[s] >= 0 else np.inf
+        self._outdated.clear()
+
     def pick(self, clock: int) -> int:
         """The member to evict now. The pool must not be empty."""
+        self._write()
         used, heuristic = self._used, self.heuristic
         barrier, weight, score = self._barrier[:used], self._weight[:used], self._score[:used]
         if heuristic.random:
@@ -322,7 +359,7 @@ class Pool:
         equals = np.flatnonzero(score == lowest)
         while self.neighborhood is not None and lowest < np.inf:
             if lowest == 0.0:  # the first of these goes if it is 0 indeed, whatever the others are
-                equals = equals[[self._order[equals].argmin()]]
+                equals = equals[[self._ordered[equals].argmin()]]
             unsure = [slot for slot in equals.tolist() if self._exact_at[slot] != self._changes]
             if not unsure:
                 break
@@ -334,7 +371,7 @@ class Pool:
     def _leave_out(self, score: npt.NDArray[np.float64]) -> None:
         """Sampling: no score for those that are not looked at."""
         members = np.flatnonzero(self._barrier[: self._used] == 0.0)
-        members = members[self._order[members].argsort()]
+        members = members[self._ordered[members].argsort()]
         longest = max(1, math.isqrt(len(members)))
         at = np.cumsum(self._rng.integers(1, longest, size=len(members), endpoint=True)) - 1
         looked_at = members[at[at < len(members)]]
@@ -345,6 +382,7 @@ class Pool:
 
     def members(self) -> list[int]:
         """Storages that can be evicted now."""
+        self._write()
         return [self._at[slot] for slot in np.flatnonzero(self._barrier[: self._used] == 0.0).tolist()]
 
     def resize(self, s: int, size_bytes: int) -> None:
@@ -390,14 +428,14 @@ class Pool:
         if lowest == np.inf:
             equals = np.flatnonzero(self._barrier[: self._used] == 0.0)
         if lowest == 0.0:
-            slot = int(equals[self._order[equals].argmin()])
-            earlier = (self._order[: self._used] <= self._order[slot]) & (self._barrier[: self._used] == 0.0)
+            slot = int(equals[self._ordered[equals].argmin()])
+            earlier = (self._ordered[: self._used] <= self._ordered[slot]) & (self._barrier[: self._used] == 0.0)
             self.evaluations += min(int(np.count_nonzero(earlier)), self._looked_at if self._sample else self._members)
         else:
             if self.heuristic.capped and len(equals) > 1 and lowest < np.inf:
                 accessed = self._accessed[equals]
                 equals = equals[accessed == accessed.min()]
-            slot = int(equals[self._order[equals].argmax()]) if len(equals) > 1 else int(equals[0])
+            slot = int(equals[self._ordered[equals].argmax()]) if len(equals) > 1 else int(equals[0])
             self.evaluations += self._looked_at if self._sample else self._members
         return self._at[slot]
 
@@ -406,7 +444,7 @@ class Pool:
         before = self._columns
         self._columns = np.zeros((6, slots))
         self._columns[:, : before.shape[1]] = before[:6] if before.size else 0.0
-        self._numerator, self._local, self._size, self._accessed, self._barrier, self._order = self._columns
+        self._numerator, self._local, self._size, self._accessed, self._barrier, self._ordered = self._columns
         if not before.size:
             self._size[:] = 1.0
         self._barrier[before.shape[1] :] = np.inf

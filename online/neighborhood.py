@@ -34,14 +34,15 @@ class Relations:
         self.dropped: list[bool] = []
         self.siblings: dict[int, list[int]] = {}
 
-    def add(self) -> int:
-        """A new storage, not related to any other yet."""
-        self.deps.append([])
-        self.dependents.append([])
-        self.cost_ns.append(0)
-        self.evicted.append(False)
-        self.dropped.append(False)
-        return len(self.deps) - 1
+    def add(self, count: int = 1) -> int:
+        """New storages, not related to any other yet: the number of the first."""
+        first = len(self.deps)
+        self.deps += [[] for _ in range(count)]
+        self.dependents += [[] for _ in range(count)]
+        self.cost_ns += [0] * count
+        self.evicted += [False] * count
+        self.dropped += [False] * count
+        return first
 
     def link(self, s: int, dep: int) -> None:
         """Storage ``s`` is computed from storage ``dep``."""
@@ -286,14 +287,15 @@ class UnionFind:
         self._node[s] = root
         self._parent.append(root)
         self._sum.append(relations.cost_ns[s])
+        evicted, parent = relations.evicted, self._parent
         for edges in self._edges(s):
             for u in edges:
-                if relations.evicted[u] and u != s:
+                if evicted[u] and u != s:
                     other = self._find(self._node[u])
                     if other != root:
                         # Numbers of nodes grow with time: the older root keeps the component, as it is larger as a rule.
-                        root, other = min(root, other), max(root, other)
-                        self._parent[other] = root
+                        root, other = (root, other) if root < other else (other, root)
+                        parent[other] = root
                         self._sum[root] += self._sum[other]
 
     def restored(self, s: int) -> tuple[list[int], int]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import functools
 import time
+import weakref
 from collections.abc import Collection
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -65,14 +67,16 @@ class Failure:
 class Run:
     """One online run.
 
-    schedule             every compute and free in time order; of a run that stopped, those until then
-    time_ns, peak_bytes  of the schedule, from ``simulate``; None where the run did not complete
+    steps                what happened, in time order: ``op``, or ``-1 - value`` for one that left memory
+    told                 time and peak bytes by the engine's own account, with which ``simulate`` has to agree
     counters             what it did, the searches for a victim among it
     failure              where it ran out of memory, if it did
     wall_s               wall time of the run
     outcome              loss, gradients and buffers of an executed run
     allocator            name of what decided whether something fits
     addresses            what the run did to the address space; None for "bytes"
+
+    The schedule is written out, and simulated, when somebody asks for it: training loops that execute their runs do not.
     """
 
     graph: Graph
@@ -82,9 +86,8 @@ class Run:
     reclaim: bool
     seed: int
     status: RunStatus
-    schedule: Schedule
-    time_ns: int | None
-    peak_bytes: int | None
+    steps: tuple[int, ...] = field(repr=False)
+    told: tuple[int, int]
     counters: Counters
     failure: Failure | None
     wall_s: float
@@ -99,6 +102,27 @@ class Run:
         """Whether the whole graph ran."""
         return self.status is RunStatus.COMPLETED
 
+    @functools.cached_property
+    def schedule(self) -> Schedule:
+        """Every compute and free in time order; of a run that stopped, those until then."""
+        return from_json(self.steps)
+
+    @functools.cached_property
+    def _simulated(self) -> tuple[int, int]:
+        trace = simulate(self.graph, self.schedule)
+        assert (trace.time_ns, trace.peak_bytes) == self.told, "the engine and simulate disagree"
+        return trace.time_ns, trace.peak_bytes
+
+    @property
+    def time_ns(self) -> int | None:
+        """Time of the schedule, from ``simulate``; None where the run did not complete."""
+        return self._simulated[0] if self.completed else None
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """Peak of the schedule, from ``simulate``; None where the run did not complete."""
+        return self._simulated[1] if self.completed else None
+
     @property
     def is_online(self) -> bool:
         """Whether the rule could decide while running: not where it was told what will be used next."""
@@ -107,8 +131,8 @@ class Run:
     @property
     def overhead(self) -> float | None:
         """Time / keep-all time - 1; None for a run that stopped or a graph that takes no time."""
-        base = self.graph.keep_all_time_ns
-        return None if self.time_ns is None or not base else self.time_ns / base - 1
+        base, time_ns = self.graph.keep_all_time_ns, self.time_ns
+        return None if time_ns is None or not base else time_ns / base - 1
 
     @property
     def rule(self) -> str:
@@ -210,8 +234,9 @@ def run(
     if isinstance(thrash_limit, bool) or not isinstance(thrash_limit, int | float) or not thrash_limit >= 1:
         raise InputError(f"thrash_limit must be at least 1 (no recomputation at all), not {thrash_limit!r}")
     step = None if isinstance(target, Graph) else target
-    budget_bytes = resolve_budget(budget, simulate(graph, keep_all(graph)).peak_bytes)
-    if budget_bytes < least_bytes(graph):
+    known = _known_of(graph)
+    budget_bytes = resolve_budget(budget, known.keep_all_peak_bytes)
+    if budget_bytes < known.least_bytes:
         raise infeasible(graph, budget_bytes)
 
     execution = None
@@ -223,7 +248,7 @@ def run(
         from online.executor import Execution
 
         execution = Execution(step, inputs)
-    program = program_of(graph)
+    program = known.program
     allocator = default_allocator(evict) if allocator is None else allocator
 
     def new_engine(layout: dict[int, int], driver: Driver | None = None) -> Engine:
@@ -234,7 +259,7 @@ def run(
             release=policy,
             reclaim=reclaim,
             options=chosen,
-            limit_ns=(thrash_limit - 1) * graph.keep_all_time_ns,
+            limit_ns=(thrash_limit - 1) * known.keep_all_time_ns,
             limit_runs=RUNS_PER_OP * len(graph.ops),
             allocator=new_allocator(allocator, budget_bytes, program, layout=layout),
             driver=driver,
@@ -246,14 +271,14 @@ def run(
     with old_objects_left_alone(), execution or contextlib.nullcontext():
         for _ in range(UPDATES if allocator in ARENAS and not ARENAS[allocator].in_place else 0):
             engine = new_engine(layout)
-            status, failure = play(engine, program)
+            status, failure = play(engine, program, known.declared)
             if status is not RunStatus.COMPLETED:  # so no later step is reached
                 break
             assert isinstance(engine.allocator, Arena)
             layout = engine.allocator.rewritten(sorted(graph.resident), graph.outputs)
         else:
             engine = new_engine(layout, execution)
-            status, failure = play(engine, program)
+            status, failure = play(engine, program, known.declared)
         wall_s = time.perf_counter() - start
         if execution is not None:
             if failure is not None and failure.short_bytes is not None:
@@ -271,23 +296,45 @@ def run(
                 )
             outcome = execution.outcome()
 
-    time_ns = peak_bytes = None
-    schedule = from_json(engine.steps)
-    if status is RunStatus.COMPLETED:
-        trace = simulate(graph, schedule)
-        time_ns, peak_bytes = trace.time_ns, trace.peak_bytes
-        assert (time_ns, peak_bytes) == (engine.clock - 1, engine.peak_bytes), "the engine and simulate disagree"
-        assert peak_bytes <= budget_bytes, "the engine went over its budget"
-    return Run(
-        graph, budget_bytes, heuristic, policy, reclaim, seed, status, schedule, time_ns, peak_bytes, engine.counters,
-        failure, wall_s, step, outcome, allocator, engine.allocator.use if engine.allocator else None, chosen,
+    assert engine.peak_bytes <= budget_bytes, "the engine went over its budget"
+    done = Run(
+        graph, budget_bytes, heuristic, policy, reclaim, seed, status, tuple(engine.steps), (engine.clock - 1, engine.peak_bytes),
+        engine.counters, failure, wall_s, step, outcome, allocator, engine.allocator.use if engine.allocator else None, chosen,
     )  # fmt: skip
+    if execution is None and done.completed:
+        _ = done.time_ns  # does simulate agree?
+    return done
 
 
-def play(engine: Engine, program: Program) -> tuple[RunStatus, Failure | None]:
-    """Run ``program`` on a new engine; how it ended."""
+class _Known:
+    """What every run of a graph asks of it.
+
+    declared  an engine that has declared the program and runs nothing, for others to take that from
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self.keep_all_peak_bytes = simulate(graph, keep_all(graph)).peak_bytes
+        self.keep_all_time_ns = graph.keep_all_time_ns
+        self.least_bytes = least_bytes(graph)
+        self.program = program_of(graph)
+        self.declared = Engine(None, HEURISTICS["lru"])
+        self.declared.declare(self.program)
+
+
+_known: dict[int, tuple[weakref.ref[Graph], _Known]] = {}  # by id: graphs are immutable, and hash as slowly as they are large
+
+
+def _known_of(graph: Graph) -> _Known:
+    key = id(graph)
+    if key not in _known:
+        _known[key] = weakref.ref(graph, lambda _: _known.pop(key)), _Known(graph)
+    return _known[key][1]
+
+
+def play(engine: Engine, program: Program, declared: Engine | None = None) -> tuple[RunStatus, Failure | None]:
+    """Run ``program`` on a new engine (``declared``: see ``Engine.play``); how it ended."""
     try:
-        engine.play(program)
+        engine.play(program, declared)
     except OutOfMemory as error:
         named = ((program.names[s], program.size_bytes[s]) for s in error.held)
         held = tuple(sorted(named, key=lambda entry: -entry[1]))
