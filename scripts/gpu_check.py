@@ -3,7 +3,11 @@
     python -m belady.gpu_check --out benchmarks/gpu.jsonl      (in a checkout that is not installed: python -m scripts.gpu_check)
 
 Stops in time (``--seconds``) and says what was left out; the same command goes on from there: a row is known by device, workload,
-method and share of the memory. Without CUDA (or with ``--small``) the same at small sizes.
+method and share of the memory. What failed is in the file of rows in one line, and beside it (``.log``) with all it said. Without
+CUDA (or with ``--small``) the same at small sizes.
+
+On CUDA the allocator gets expandable segments, unless PYTORCH_ALLOC_CONF says otherwise: without them a block above 1 MiB may
+come with up to 1 MiB that nobody asked for, which no plan can foresee.
 
 The solver may run elsewhere: ``--make-graphs DIR`` on the machine with the GPU writes the graphs with the op times measured
 there, ``--make-plans DIR`` anywhere solves them, and ``--plans DIR`` takes these plans, so that no solver is needed.
@@ -22,6 +26,7 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -235,9 +240,23 @@ def captured(name: str, sizes: dict[str, int], device: str, folder: Path | None)
 class Workload:
     """The cells of one workload, run one by one."""
 
-    def __init__(self, name: str, step: Step, bench: Bench, plans: Plans, *, backend: str, ratios: int, steps: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        step: Step,
+        bench: Bench,
+        plans: Plans,
+        *,
+        backend: str,
+        ratios: int,
+        steps: int,
+        left_s: Callable[[], float],
+        log: Callable[[str], None],
+    ) -> None:
         self._name, self._step, self._bench, self._plans = name, step, bench, plans
         self._backend, self._ratios, self._steps = backend, ratios, steps
+        self._left_s, self._log = left_s, log
+        self._compiling_s = 0.0  # the longest
         self._compiled: dict[float, Trial] = {}  # by ratio
         self._peaks: dict[float, int] = {}  # by share: where the plan's measured peak was
 
@@ -257,13 +276,16 @@ class Workload:
             row |= {"status": "UNAVAILABLE", "reason": str(error)}
         except Exception as error:  # of any rival's code or the device's; one cell must not cost the others
             row |= {"status": "FAILED", "reason": f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"[:500]}
+            self._log(f"{graph.name}: {cell}\n{traceback.format_exc()}")
         row["wall_s"] = time.perf_counter() - begin
         return row
 
     def _run(self, cell: Cell) -> dict[str, Any]:
         kind, _, option = cell.method.partition(":")
         if cell.method == "eager":
-            return self._measured(self._bench.plain)
+            # Its own difference, from one measurement to the next: 0 where all kernels are deterministic.
+            again = self._bench.trial(self._bench.eager)
+            return self._measured(replace(self._bench.plain, grad_error=again.grad_error, buffer_error=again.buffer_error))
         if kind in ("checkpoint", "selective", "torch_remat"):
             return self._measured(self._bench.checkpointed(self._name, int(option), kind))
         assert cell.share is not None
@@ -306,8 +328,12 @@ class Workload:
         target = self._peaks.get(share, budget_of(self._step.graph, share))
         row = {"budget_bytes": target, "measured_target_bytes": target, "measured_backend": self._backend}
         for ratio in FIRST_RATIOS[: self._ratios]:
+            if self._compiled and self._left_s() < self._compiling_s:
+                break
             self._ratio(ratio)
         for _ in range(self._ratios - len(FIRST_RATIOS)):
+            if self._left_s() < self._compiling_s:
+                break
             pairs = itertools.pairwise(sorted(self._compiled))
             crossing = [p for p in pairs if len({self._ratio(ratio).peak_bytes <= target for ratio in p}) == 2]
             if not crossing:
@@ -325,7 +351,9 @@ class Workload:
 
     def _ratio(self, ratio: float) -> Trial:
         if ratio not in self._compiled:
+            begin = time.monotonic()
             self._compiled[ratio] = self._bench.compiled(ratio, self._backend)
+            self._compiling_s = max(self._compiling_s, time.monotonic() - begin)
         return self._compiled[ratio]
 
     def _measured(self, trial: Trial) -> dict[str, Any]:
@@ -340,18 +368,19 @@ class Workload:
         }
 
 
-def run_tests(folder: Path, limit_s: float) -> dict[str, Any]:
-    """The GPU tests of a folder in a process of their own; a row."""
+def run_tests(folder: Path, limit_s: float, log: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
+    """The GPU tests of a folder in a process of their own; a row. What they say goes to ``log`` where not all pass."""
     files = sorted(str(path) for path in folder.glob("test_*.py") if _GPU_TEST.search(path.read_text(encoding="utf-8")))
     row: dict[str, Any] = {"graph": None, "method": "tests", "share": None, "reason": None, "files": len(files)}
     if not files:
         return {**row, "status": "UNAVAILABLE", "reason": f"no GPU tests in {folder}"}
     begin = time.perf_counter()
     # What drivers and libraries of this machine warn of is no failure of a test.
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "-W", "default", *files]
+    command = [sys.executable, "-m", "pytest", "-v", "-m", "gpu", "-p", "no:cacheprovider", "-W", "default", *files]
     try:
         done = subprocess.run(command, cwd=folder.parent, capture_output=True, text=True, timeout=limit_s)
-    except subprocess.TimeoutExpired:
+    except subprocess.TimeoutExpired as error:
+        log(error.stdout.decode(errors="replace") if isinstance(error.stdout, bytes) else str(error.stdout))
         return {**row, "status": "UNKNOWN", "reason": f"stopped after {limit_s:.0f} s", "wall_s": time.perf_counter() - begin}
     last = next((line for line in reversed(done.stdout.splitlines()) if line.strip()), "")
     counts = {what: int(number) for number, what in re.findall(r"(\d+) (passed|failed|skipped|errors?|deselected)", last)}
@@ -360,6 +389,8 @@ def run_tests(folder: Path, limit_s: float) -> dict[str, Any]:
         failed = [line for line in done.stderr.splitlines() if line.strip()][-1:]
     status = "PASSED" if done.returncode == 0 and counts.get("passed") else "SKIPPED" if done.returncode in (0, 5) else "FAILED"
     reason = "; ".join(failed)[:2000] or None
+    if status != "PASSED":
+        log(f"{done.stdout}\n{done.stderr}")
     return {**row, "status": status, "tests": counts, "reason": reason, "wall_s": time.perf_counter() - begin}
 
 
@@ -424,7 +455,12 @@ class Session:
 
     def tests(self, folder: Path) -> None:
         if (None, "tests", None) not in self._done:
-            self.add(run_tests(folder, TESTS_SHARE * self.guard.seconds))
+            self.add(run_tests(folder, TESTS_SHARE * self.guard.seconds, self.log))
+
+    def log(self, text: str) -> None:
+        """What a row is too short for."""
+        with Path(f"{self.arguments.out}.log").open("a", encoding="utf-8") as file:
+            file.write(f"{text}\n")
 
     def missing(self, name: str) -> list[Cell]:
         """Cells of a workload with no row yet. A missing row of plain PyTorch is made with the others."""
@@ -449,8 +485,17 @@ class Session:
                 plans = Plans(step, graph_name, self.arguments.budget, folder=folder, pool=pool)
                 tick("eager")
                 bench = Bench(step, inputs, repeats=self.arguments.repeats)
-                backend, ratios, steps = self.arguments.backend, self.arguments.ratios, self.arguments.steps
-                work = Workload(name, step, bench, plans, backend=backend, ratios=ratios, steps=steps)
+                work = Workload(
+                    name,
+                    step,
+                    bench,
+                    plans,
+                    backend=self.arguments.backend,
+                    ratios=self.arguments.ratios,
+                    steps=self.arguments.steps,
+                    left_s=lambda: limit_s - (time.monotonic() - begin),
+                    log=self.log,
+                )
                 longest_s = 0.0
                 while at < len(todo):
                     spent_s = time.monotonic() - begin
@@ -470,6 +515,7 @@ class Session:
         except Exception as error:  # no step or no memory for plain PyTorch, so no cells; the other workloads may have
             reason = str(error) if isinstance(error, BeladyError) else f"{type(error).__name__}: {error}".partition("\n")[0][:500]
             self.add({"graph": graph_name, "method": "capture", "share": None, "status": "FAILED", "reason": reason})
+            self.log(f"{graph_name}: capture\n{traceback.format_exc()}")
             self.lost = not answers(self.device)
         if at < len(todo):
             self.left_out[graph_name] = todo[at:]
@@ -542,9 +588,12 @@ def _main(arguments: argparse.Namespace, console: Console) -> int:
     arguments.repeats = arguments.repeats or (3 if device == "cuda" else 1)
     if arguments.steps is None:
         arguments.steps = 0 if device == "cuda" else 10
+    if device == "cuda" and not os.environ.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}:
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"  # read when the first memory is asked for
     if arguments.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # it would be timed
     if arguments.make_graphs:
         folder = Path(arguments.make_graphs)
         folder.mkdir(parents=True, exist_ok=True)

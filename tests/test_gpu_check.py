@@ -158,6 +158,8 @@ def test_what_fails_in_a_cell_is_a_row(
         "selective:1": "FAILED",
     }
     assert next(r for r in rows if r["status"] == "FAILED")["reason"] == "RuntimeError: no such kernel"
+    said = (tmp_path / "rows.jsonl.log").read_text()
+    assert "selective:1" in said and "in broken" in said and "more lines" in said
     assert "failed: unet" in capsys.readouterr().err
     monkeypatch.undo()
     monkeypatch.setattr(gpu_check, "SMALL", TINY)
@@ -225,11 +227,12 @@ def test_the_gpu_tests_are_run_and_counted(tmp_path: Path) -> None:
     row = run_tests(folder, 60)
     assert (row["status"], row["tests"], row["files"]) == ("PASSED", {"passed": 1, "deselected": 1}, 1)
     (folder / "test_b.py").write_text(test.format("1 == 2"))
-    row = run_tests(folder, 60)
-    assert row["status"] == "FAILED" and "test_b.py::test_it" in row["reason"]
+    said: list[str] = []
+    row = run_tests(folder, 60, said.append)
+    assert row["status"] == "FAILED" and "test_b.py::test_it" in row["reason"] and "assert 1 == 2" in said.pop()
     (folder / "test_b.py").write_text("import pytest, time\n@pytest.mark.gpu\ndef test_it(): time.sleep(60)\n")
-    row = run_tests(folder, 1)
-    assert row["status"] == "UNKNOWN" and row["reason"] == "stopped after 1 s"
+    row = run_tests(folder, 1, said.append)
+    assert row["status"] == "UNKNOWN" and row["reason"] == "stopped after 1 s" and len(said) == 1
 
 
 @pytest.mark.parametrize("name", LARGE)
