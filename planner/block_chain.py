@@ -23,7 +23,8 @@ def block_schedule(
 ) -> tuple[Schedule | None, dict[str, Any]]:
     """The cheapest schedule that blocks and dynamic program give (None: none fits), and notes on how it came about.
 
-    time_limit_s  for the blocks' MILPs; the dynamic program comes on top, and may take as long again, and a second
+    time_limit_s  for the blocks' MILPs; the dynamic program comes on top, and may take as long again, and a second. Where the
+                  clock ended something, ``cut_short`` (for MILPs) or ``stopped`` is among the notes
     peaks, saves  budgets for each block: of its peak, and of what it holds between forward and backward pass
     slots         memory units of the dynamic program at most
     """
@@ -37,6 +38,8 @@ def block_schedule(
     ways = [solver.ways(block, time_limit_s * len(block.graph.ops) / total) for block in problems]
     schedule, notes = solve_chain(ChainProgram(chain, ways), budget_bytes, slots, time_limit_s=time_limit_s + 1)
     notes.update(distinct=solver.distinct, solved=solver.solved, exact=solver.exact, ways=sum(map(len, ways)))
+    if solver.cut_short:
+        notes["cut_short"] = True
     return schedule, notes
 
 

@@ -18,7 +18,7 @@ from planner.chain_dp import Way
 from planner.chains import Chain, held_throughout, left_for
 from planner.list_walk import ListWalk
 from planner.milp import Outcome
-from planner.schedule import Compute, Schedule, computes, keep_all, with_frees
+from planner.schedule import Compute, keep_all, with_frees
 from planner.simulate import Trace, simulate
 from planner.stage_model import Inside, stage_model, walk, with_end
 
@@ -105,6 +105,7 @@ class BlockSolver:
     peaks, saves   how many budgets of each kind
     deadline       ``time.perf_counter()`` at which to stop solving
     solved, exact  pairs of budgets looked at, and how many of them were solved to the end
+    cut_short      whether the clock ended something: the same again may then give other ways
     distinct       different blocks seen
     """
 
@@ -115,6 +116,7 @@ class BlockSolver:
     seed: int
     solved: int = 0
     exact: int = 0
+    cut_short: bool = False
     _found: dict[str, list[list[int]]] = field(default_factory=dict)
 
     @property
@@ -139,6 +141,7 @@ class BlockSolver:
         for peak_bytes in _grid(least, most, self.peaks):
             for saved_bytes in _grid(_output_bytes(block), _saved(block, whole, everything), self.saves):
                 if time.perf_counter() > deadline:
+                    self.cut_short = True
                     break
                 # Least for wider budgets and within these: least for these too.
                 if any(
@@ -176,6 +179,7 @@ class BlockSolver:
             model.milp.at_most(saved_bytes / unit, counted)
             gap = STILL_EXACT * graph.keep_all_time_ns / model.unit_ns
             answer = model.milp.minimise(time_limit_s=max(0.01, deadline - time.perf_counter()), gap=gap, seed=self.seed)
+            self.cut_short |= answer.outcome is Outcome.STOPPED
             if answer.values is None:
                 return None, answer.outcome is Outcome.INFEASIBLE
             runs = walk(model, model.kept(answer))
@@ -196,16 +200,9 @@ class BlockSolver:
             else:
                 break
             if time.perf_counter() > deadline:
+                self.cut_short = True
                 break
         return None, False
-
-
-def _around(graph: Graph, schedule: Schedule, at: int) -> tuple[int, int]:
-    """The op that runs at a step, and the one that runs for the first time then or next (none does: the number after all)."""
-    step = schedule[at]
-    assert isinstance(step, Compute)
-    seen = set(computes(schedule[:at]))
-    return step.op, next((i for i in computes(schedule[at:]) if i not in seen), len(graph.ops))
 
 
 def _grid(low: int, high: int, count: int) -> list[int]:

@@ -30,7 +30,6 @@ from typing import Any
 
 import numpy as np
 
-from graphs.errors import InputError
 from planner.chains import Chain, Stage, held_throughout, left_for
 from planner.schedule import Schedule, keep_all, with_frees
 from planner.simulate import simulate
@@ -237,21 +236,24 @@ class ChainProgram:
     ) -> int:
         """Most bytes while the ops run, every value freed as early as ``end`` allows; ``outside`` is not counted."""
         size = self._size
-        held_at_end: list[set[int]] = []
         wanted = set(end)
+        frees: list[list[int]] = []  # what is not wanted any more after each op, last op first
         for i in reversed(ops):
-            held_at_end.append(set(wanted))
-            wanted.difference_update(self.graph.ops[i].outputs)
-            wanted.update(self.graph.ops[i].inputs)
-        held_at_end.reverse()
-        present = {v for v in start if v in wanted}
-        peak = sum(size[v] for v in present if v not in outside)
-        for i, keep in zip(ops, held_at_end, strict=True):
             op = self.graph.ops[i]
-            held = sum(size[v] for v in present if v not in outside)
+            frees.append([v for v in (*op.inputs, *op.outputs) if v not in wanted])
+            wanted.difference_update(op.outputs)
+            wanted.update(op.inputs)
+        present = wanted.intersection(start)
+        peak = held = sum(size[v] for v in present if v not in outside)
+        for i, gone in zip(ops, reversed(frees), strict=True):
+            op = self.graph.ops[i]
             peak = max(peak, held + op.workspace_bytes + sum(size[v] for v in op.outputs))
-            present |= set(op.outputs)
-            present &= keep
+            made = [v for v in op.outputs if v not in present]
+            present.update(made)
+            held += sum(size[v] for v in made if v not in outside)
+            lost = [v for v in gone if v in present]
+            present.difference_update(lost)
+            held -= sum(size[v] for v in lost if v not in outside)
         return peak
 
 
@@ -399,7 +401,8 @@ def solve_chain(
     Rounding up forbids schedules that fit, and so does counting throughout what the forward pass makes for good. So the tables go
     on to some units more than the budget, and the first schedule that ``simulate`` lets pass, from the most units down, is taken.
 
-    Where the keep-all schedule fits, it is returned; where time runs out (with thousands of stages), nothing.
+    Where the keep-all schedule fits, it is returned; where time runs out, or with so many thousand stages that not even one unit
+    has room in a table, nothing.
 
     Notes: ``unit_bytes``; ``persistent_bound_ns`` where the tables are exact; without a schedule ``stopped``, which says how many
     bytes the program needs, and ``needs_bytes``.
@@ -412,7 +415,7 @@ def solve_chain(
     count = len(program)
     slots = min(slots, int(0.5 * LARGEST) // (2 * count**2))
     if not slots:
-        raise InputError(f"{graph.name} is a chain of {count:,} stages, too many for the dynamic program")
+        return None, {"stages": count, "stopped": f"a chain of {count:,} stages is too long for the dynamic program"}
     held_bytes = program.fixed_bytes - graph.resident_bytes
     room = budget_bytes - program.fixed_bytes
     most = max(0, min(room, whole_bytes - graph.resident_bytes))

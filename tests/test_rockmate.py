@@ -14,6 +14,7 @@ from graphs.importers import load_checkmate
 from graphs.importers.checkmate import COST_UNIT_NS
 from graphs.synthetic import chain, random_training
 from planner import Status, keep_all, simulate, solve
+from planner.block_chain import block_schedule
 from planner.blocks import Block, BlockSolver, blocks
 from planner.chain_dp import Way
 from planner.chains import Chain, Stage, chain_of_blocks, forward_count, held_throughout, left_for, small_crossing
@@ -289,3 +290,29 @@ def shared_mask(graph: Graph) -> Graph:
     first = replace(graph.ops[0], outputs=(0, mask))
     ops = [replace(op, inputs=(*op.inputs, mask)) if op.kind == "forward" else op for op in graph.ops[1:]]
     return replace(graph, ops=(first, *ops), values=(*graph.values, replace(graph.values[0], size_bytes=1)))
+
+
+def test_blocks_of_thousands_of_ops_keep_the_time_limit() -> None:
+    graph = random_training(1500, seed=1)  # some 3,400 ops in 8 blocks
+    budget_bytes = int(0.7 * simulate(graph, keep_all(graph)).peak_bytes)
+    began = time.process_time()
+    _, notes = block_schedule(graph, budget_bytes, time_limit_s=1, seed=0)
+    assert notes["stages"] == 8
+    assert time.process_time() - began < 6
+
+
+def test_what_the_clock_cut_short_is_said() -> None:
+    graph = random_training(40, seed=2)
+    budget_bytes = int(0.6 * simulate(graph, keep_all(graph)).peak_bytes)
+    assert solve(graph, budget_bytes, method="rockmate", time_limit_s=0).notes["cut_short"]
+    small = random_training(5, seed=2)
+    budget_bytes = int(0.8 * simulate(small, keep_all(small)).peak_bytes)
+    assert "cut_short" not in solve(small, budget_bytes, method="rockmate").notes
+
+
+@pytest.mark.parametrize("method", ["rockmate", "rotor"])
+def test_a_chain_too_long_for_the_dynamic_program_has_no_schedule(method: str) -> None:
+    graph = chain(5000)
+    found = solve(graph, 4500, method=method, time_limit_s=1)
+    assert found.status is Status.UNKNOWN
+    assert "too long" in found.notes["stopped"]
