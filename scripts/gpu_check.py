@@ -419,7 +419,6 @@ def settings(device: str) -> dict[str, Any]:
     found: dict[str, Any] = {"measured_threads": torch.get_num_threads()}
     if device == "cuda":
         found |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}  # type: ignore[no-untyped-call]
-        found["deterministic"] = torch.are_deterministic_algorithms_enabled()
         found["allocator"] = os.environ.get("PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_CUDA_ALLOC_CONF"))
     return found
 
@@ -444,6 +443,8 @@ class Session:
 
     def __post_init__(self) -> None:
         self._name, self._settings = device_name(self.device), settings(self.device)
+        if self.device == "cuda":
+            self._settings["deterministic"] = self.arguments.deterministic
         rows = (row for row in self.file.rows if row.get("device") == self._name)
         retry = ("FAILED", "UNAVAILABLE") if self.arguments.retry else ()
         self._done = {(r["graph"], r["method"], r["share"]) for r in rows if r["status"] not in retry}
@@ -471,6 +472,8 @@ class Session:
         self, name: str, sizes: dict[str, int], limit_s: float, pool: ProcessPoolExecutor | None, tick: Callable[[str], None]
     ) -> None:
         """Run what is missing of one workload, as far as ``limit_s`` goes."""
+        import torch
+
         from .gpu_rivals import Bench
 
         begin = time.monotonic()
@@ -480,6 +483,9 @@ class Session:
         try:
             with self.guard.limit():
                 tick("capture")
+                if self.arguments.deterministic:
+                    # Only a warning where the loss has no such kernel; attention does not choose one for a mere warning.
+                    torch.use_deterministic_algorithms(True, warn_only=name == "unet")
                 folder = Path(self.arguments.plans) if self.arguments.plans else None
                 step, inputs = captured(name, sizes, self.device, folder)
                 plans = Plans(step, graph_name, self.arguments.budget, folder=folder, pool=pool)
@@ -592,7 +598,6 @@ def _main(arguments: argparse.Namespace, console: Console) -> int:
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"  # read when the first memory is asked for
     if arguments.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True, warn_only=True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # it would be timed
     if arguments.make_graphs:
         folder = Path(arguments.make_graphs)
