@@ -47,12 +47,12 @@ def least_peak(graph: Graph, *, states: int = STATES, time_limit_s: float = 60.0
     # Ties go to the newest set, so that a path to the end is found early where there is one.
     heap = [(least_bytes(graph), 0, goal)]
     proved = heap[0][0]
-    for visited in range(states):
+    for _ in range(states):
         peak, _, present = heapq.heappop(heap)
         proved = max(proved, peak)
         if not present:
             return proved, _schedule(graph, came_from, proved)
-        if visited % 256 == 255 and time.perf_counter() > deadline:
+        if time.perf_counter() > deadline:
             break
         held = sum(size[v] for v in _members(present))
         steps: list[tuple[int, int, int]] = []

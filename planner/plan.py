@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from graphs.capture import Step
 
 MOST = 2**62  # bytes, or ns, of a graph in all
-MESSAGE_S = 10.0  # at most, to find out what an error message says
+MESSAGE_S, MESSAGE_SHARE = 10.0, 0.05  # at most, to find out what an error message says; share of the time limit beyond it
 _KINDS: dict[str, type] = {"bool": bool, "int": int, "str": str}  # of options, by their annotation
 
 
@@ -76,7 +76,8 @@ def plan(
     if found.status is Status.INFEASIBLE:
         raise infeasible(graph, budget_bytes, found, time_limit_s=time_limit_s - found.wall_s)
     if found.status is Status.UNKNOWN:
-        more_s = 0.0 if found.notes.get("stopped") == "interrupted" else max(0.05 * time_limit_s, time_limit_s - found.wall_s)
+        interrupted = found.notes.get("stopped") == "interrupted"
+        more_s = 0.0 if interrupted else (1 + MESSAGE_SHARE) * time_limit_s - found.wall_s
         raise NoScheduleFound(
             f"{method} found no schedule of {graph.name} in {budget_bytes:,} bytes ({format_bytes(budget_bytes)}) within "
             f"{found.wall_s:.1f} s ({found.notes.get('stopped', 'nothing else to try')}), but did not rule one out; "

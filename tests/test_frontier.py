@@ -61,18 +61,18 @@ def test_looking_for_what_works_keeps_a_limit_in_large_graphs() -> None:
     keep_all_bytes = simulate(graph, keep_all(graph)).peak_bytes
     smallest_known(chain(3))  # loads what is compiled
 
-    began = time.perf_counter()
+    began = time.process_time()
     works, schedule = smallest_known(graph, time_limit_s=0.2)
-    assert time.perf_counter() - began < 3
+    assert time.process_time() - began < 3
     assert least_bytes(graph) <= works == simulate(graph, schedule).peak_bytes <= keep_all_bytes
     assert smallest_known(graph, time_limit_s=0)[0] == keep_all_bytes
 
-    began = time.perf_counter()
+    began = time.process_time()
     with pytest.raises(InfeasibleBudget, match="smallest budget known to work") as refused:
         plan(graph, 1, time_limit_s=0.2)
     assert refused.value.proved_bytes == least_bytes(graph) <= refused.value.works_bytes <= keep_all_bytes
     found = min_budget(graph, time_limit_s=1)
-    assert time.perf_counter() - began < 5
+    assert time.process_time() - began < 5
     assert least_bytes(graph) <= found.proved_bytes <= found.works_bytes == simulate(graph, found.schedule).peak_bytes
 
 

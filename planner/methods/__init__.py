@@ -7,6 +7,7 @@ from typing import Protocol, cast
 
 from graphs.errors import InputError
 from graphs.ir import Graph
+from planner.loading import undisturbed
 from planner.result import Plan
 
 METHODS = {
@@ -39,4 +40,4 @@ def method(name: str) -> Solve:
     """The ``solve`` of a method by name, imported when first asked for. Raises InputError for an unknown name."""
     if name not in METHODS:
         raise InputError(f"unknown method {name!r}; there are: {', '.join(sorted(METHODS))}")
-    return cast(Solve, importlib.import_module(METHODS[name]).solve)
+    return cast(Solve, undisturbed(lambda: importlib.import_module(METHODS[name])).solve)

@@ -1,0 +1,43 @@
+"""Loading code where Ctrl-C cannot come in between.
+
+In the middle of an import, an interruption leaves half of a package behind, which may fail when it is imported again. While numba
+loads compiled code it is worse: the interruption is printed and lost.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def undisturbed(work: Callable[[], T]) -> T:
+    """What ``work`` returns, done on a thread of its own: Ctrl-C reaches only the main thread.
+
+    Ctrl-C is raised when the work is done, a second one at once.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return work()
+    results: list[T] = []
+    errors: list[BaseException] = []
+    done = threading.Event()  # and not Thread.join: interrupted, that takes a running thread for dead (Python 3.11)
+
+    def run() -> None:
+        try:
+            results.append(work())
+        except BaseException as error:  # handed to the caller below
+            errors.append(error)
+        finally:
+            done.set()
+
+    threading.Thread(target=run, name="loading", daemon=True).start()
+    try:
+        done.wait()
+    except KeyboardInterrupt:
+        done.wait()
+        raise
+    if errors:
+        raise errors[0]
+    return results[0]
