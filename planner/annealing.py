@@ -32,7 +32,8 @@ CHUNK = 5_000  # moves between two looks at the clock
 LOOKS = 20  # a round at the result
 # Rounds: share of the moves; temperature at the beginning and the end, in mean times of an op; price at the beginning and the
 # end, in mean times of an op for a run that takes twice the budget.
-ROUNDS = ((0.6, 3.0, 0.02, 5.0, 500.0), (0.4, 0.5, 0.005, 30.0, 500.0))
+_HOT = (0.25, 3.0, 0.02, 5.0, 500.0)
+ROUNDS = (_HOT, _HOT, _HOT, (0.25, 0.5, 0.005, 30.0, 500.0))
 MISSED = (5.0, 0.02, 100.0, 1_000.0)  # temperatures and prices of a round after one that found nothing
 SPREAD = 4  # slots per op after spreading
 SPARE = 6  # runs of an op that can be added before ops are spread anew

@@ -22,7 +22,7 @@ def solve(
     graph: Graph,
     budget_bytes: int,
     *,
-    moves: int = 2_000_000,
+    moves: int = 8_000_000,
     keep_order: bool = False,
     gap: float = 0.001,
     time_limit_s: float = 60.0,
