@@ -58,6 +58,8 @@ def plans(
     for budget_bytes in sorted(set(wanted)):
         limit_s = 0.0 if interrupted else time_limit_s
         one = solve(graph, budget_bytes, method=method, gap=gap, time_limit_s=limit_s, seed=seed, start=best, **options)
+        if interrupted and one.notes.get("stopped") == "time limit":
+            one = replace(one, notes={**one.notes, "stopped": "interrupted"})
         interrupted = interrupted or one.notes.get("stopped") == "interrupted"
         one = _cheaper(one, best, gap)
         best = one.schedule or best
