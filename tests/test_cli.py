@@ -13,6 +13,7 @@ import pytest
 from belady.cli import Loaded, main, parser
 from graphs.ir import Graph, Op, Value
 from graphs.serialize import save_graph
+from tests.interruption import interrupted
 from tests.test_compare import training_chain
 
 MLP = ["mlp", "--batch", "4096", "--depth", "12", "--device", "cpu"]
@@ -350,3 +351,16 @@ def test_any_order_is_for_the_method_that_knows_it(chain_file: str, capsys: pyte
     assert row["peak_bytes"] <= row["budget_bytes"]
     assert main(["plan", chain_file, "--budget", "0.7", "--any-order", "--method", "chen_sqrt"]) == 2
     assert "chen_sqrt has no option 'any_order'" in capsys.readouterr().err
+
+
+def test_an_interruption_while_the_program_is_loaded_is_one_sentence() -> None:
+    script = (
+        "import builtins, contextlib, io, time\nreal = builtins.__import__\n"
+        "def slow(name, *rest):\n"
+        "    if name == 'cli':\n        print('ready', flush=True)\n        time.sleep(1)\n"
+        "    return real(name, *rest)\n"
+        "builtins.__import__ = slow\nfrom belady.entry import main\nsaid = io.StringIO()\n"
+        "with contextlib.redirect_stderr(said):\n    code = main()\n"
+        "print(code, said.getvalue().strip())\n"
+    )
+    assert interrupted(script, after_s=0.3) == "130 belady: interrupted"

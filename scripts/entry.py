@@ -1,0 +1,26 @@
+"""The command ``belady`` as the shell calls it: what it is made of is loaded where Ctrl-C cannot come in between."""
+
+from __future__ import annotations
+
+import signal
+import sys
+
+INTERRUPTED = 130
+
+
+def main() -> int:
+    """Load the command line and run it; its exit code. Ctrl-C before it can listen ends it in one sentence, too."""
+    heard: list[int] = []
+    before = signal.getsignal(signal.SIGINT)
+    listens = before is signal.default_int_handler  # in the background of some shells the signal is ignored
+    if listens:
+        signal.signal(signal.SIGINT, lambda number, _: heard.append(number))
+    try:
+        from .cli import main as run
+    finally:
+        if listens:
+            signal.signal(signal.SIGINT, before)
+    if heard:
+        print("belady: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    return run()
