@@ -24,27 +24,36 @@ from torch import Tensor, UntypedStorage, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.overrides import TorchFunctionMode
-from torch.utils.flop_counter import FlopCounterMode
 
-from graphs.costs import DEVICES, DeviceDescription
 from graphs.errors import BudgetExceeded, InputError, NoScheduleFound
 from graphs.ir import Graph, Op, Value
-from graphs.torch_private import (
-    REPLACES_IN_PLACE,
-    FakeTensorMode,
-    TorchDispatchMode,
-    in_backward,
-    quiet_stand_ins,
-    replace_content,
-    tree_leaves,
-    tree_map_only,
-    without_autocast,
-)
-from online.engine import Counters, Engine, OutOfMemory, Release, Thrashed
+from graphs.torch_private import REPLACES_IN_PLACE, TorchDispatchMode, in_backward, replace_content, tree_leaves
+from online.engine import Counters, OutOfMemory, Release, Thrashed
+from online.growing import GrowingEngine
 from online.pauses import old_objects_left_alone
+from online.recipes import (
+    BOUNDS,
+    GIVEN,
+    STRIDED,
+    Content,
+    CostModel,
+    Key,
+    Kind,
+    Known,
+    Notice,
+    Recipe,
+    View,
+    check_layout,
+    counted_bytes,
+    foreseen,
+    kind_of,
+    new_storages,
+    remember,
+    sizes_of,
+)
 from online.runtime import Failure, Run, RunStatus, rule
 from planner.budget import resolve_budget
-from planner.draws import generator_state, repeat_draw
+from planner.draws import generator_state
 from planner.schedule import Compute, Free, Schedule, to_json
 from planner.simulate import simulate
 
@@ -90,213 +99,11 @@ def budget(
     if not thrash_limit >= 1:
         raise InputError(f"thrash_limit must be at least 1 (no recomputation at all), not {thrash_limit!r}")
     budget_bytes = None if budget is None else resolve_budget(budget, 0)
-    engine = _Engine(budget_bytes, evict, seed=seed, reclaim=bool(extras))
-    engine.thrash_limit = thrash_limit
+    engine = GrowingEngine(budget_bytes, evict, thrash_limit=thrash_limit, seed=seed, reclaim=bool(extras))
     return EagerRun(engine, budget_bytes, heuristic, seed, holding, costs)
 
 
-class _Engine(Engine):
-    """The engine, with the few steps it needs where the program is not known beforehand.
-
-    kept          storages that stay in memory until the program drops them
-    thrash_limit  stop when all runs take this many times what the first runs took until then
-    """
-
-    kept: set[int]
-    thrash_limit: float
-
-    def accessed(self, tensor: int) -> bool:
-        """A tensor is read; whether it is in memory."""
-        self.pool.touch(self._storage[tensor], self.clock)
-        return self._defined[tensor]
-
-    def bring(self, tensor: int) -> None:
-        """Have a tensor in memory now. Raises OutOfMemory."""
-        if not self.accessed(tensor):
-            self._materialize(self._producer[tensor], tensor, first=False)
-
-    def hold(self, tensor: int) -> None:
-        """Have a tensor in memory until ``let_go``. Raises OutOfMemory."""
-        self.bring(tensor)
-        self._lock(self._storage[tensor])
-
-    def let_go(self, tensor: int) -> None:
-        """Undo one ``hold``."""
-        self._unlock(self._storage[tensor])
-
-    def present(self, tensor: int) -> bool:
-        """Whether a tensor is in memory."""
-        return self._defined[tensor]
-
-    def discard(self, s: int) -> None:
-        """Nothing will read storage ``s`` again."""
-        if self.resident[s] and not self._locks[s] and not self._pinned[s]:
-            self._counters.released += 1
-            self._evict(s)
-
-    def took(self, op: int, time_ns: int) -> None:
-        """The time of an op that is running for the first time."""
-        self._time_ns[op] = time_ns
-        first_ns = self.clock - 1 - self._counters.recomputed_ns + time_ns
-        self.limit_ns = (self.thrash_limit - 1) * first_ns
-
-    def first_output(self, op: int) -> int:
-        """Its first tensor; the others follow."""
-        return self._outputs[op][0]
-
-    def output_storage(self, op: int, at: int) -> int:
-        """The storage of its output number ``at``."""
-        return self._storage[self._outputs[op][at]]
-
-    def cost(self, op: int) -> tuple[int, int]:
-        """Time and workspace of an op."""
-        return self._time_ns[op], self._workspace_bytes[op]
-
-    def let_go_of_all(self) -> None:
-        """After an op that failed: nothing is under way any more, so nothing is held but what is kept."""
-        for s, count in enumerate(self._locks):
-            usual = 1 if s in self.kept else 0
-            if count > usual:
-                self._locks[s] = usual
-                if not usual and self.resident[s] and not self._pinned[s]:
-                    self.pool.join(s)
-
-
-class _Content:
-    """What a storage holds from one write to the next: a storage of the engine.
-
-    number, tensor  in the engine
-    size_bytes      as counted
-    made_by         how to make it again; None: it cannot be made again
-    at              the storage of the program that holds it; None once the program has dropped or overwritten it
-    floating        where it lies while it is in memory without being at one of the program's storages
-    readers         the ops that would read it if they ran again
-    """
-
-    __slots__ = ("__weakref__", "at", "floating", "made_by", "number", "readers", "size_bytes", "tensor", "unread")
-
-    def __init__(self, number: int, tensor: int, size_bytes: int, made_by: _Recipe | None, unread: list[int]) -> None:
-        self.number = number
-        self.tensor = tensor
-        self.size_bytes = size_bytes
-        self.made_by = made_by
-        self.at: weakref.ref[UntypedStorage] | None = None
-        self.floating: UntypedStorage | None = None
-        self.readers: list[weakref.ref[_Recipe]] = []
-        self.unread = unread  # where the engine hears that nobody needs it any more
-
-    def __del__(self) -> None:
-        self.unread.append(self.number)
-
-    def storage(self) -> UntypedStorage:
-        """Where it lies now."""
-        storage = self.floating if self.at is None else self.at()
-        assert storage is not None, "read while it is not in memory"
-        return storage
-
-
-class _Notice(weakref.ref[UntypedStorage]):
-    """Says when the program has dropped a storage; ``key``: of that storage."""
-
-    __slots__ = ("key",)
-    key: int
-
-
-class _View:
-    """A tensor argument, without the tensor: enough to make one like it.
-
-    keeps  the storage itself where it cannot be made again: it has to live as long as it may be read
-    """
-
-    __slots__ = ("conjugate", "content", "dtype", "keeps", "offset", "shape", "stride")
-
-    def __init__(self, tensor: Tensor, content: _Content, keeps: UntypedStorage | None) -> None:
-        self.content = content
-        self.keeps = keeps
-        self.shape = tensor.shape
-        self.stride = tensor.stride()
-        self.offset = tensor.storage_offset()
-        self.dtype = tensor.dtype
-        self.conjugate = self.dtype.is_complex and tensor.is_conj()
-
-    def tensor(self, storage: UntypedStorage) -> Tensor:
-        """The argument again, over ``storage``."""
-        made = torch.empty(0, dtype=self.dtype, device=storage.device)
-        made.set_(storage, self.offset, self.shape, self.stride)
-        return made.conj() if self.conjugate else made
-
-
-class _Recipe:
-    """How to run an op again.
-
-    args, kwargs  as given, each tensor a _View
-    written       for each content the op writes over: the old one; its outputs begin with the new ones
-    scratch       contents it writes to without what it returns depending on them: run again, it writes to a copy
-    makes         what it made (weakly: a recipe lives as long as something made by it may be needed)
-    draw          the generator (or the device whose default one it is) and its state before the draw, of a random op
-    """
-
-    __slots__ = ("__weakref__", "args", "draw", "func", "kwargs", "makes", "scratch", "written")
-
-    def __init__(self, func: Any, args: Any, kwargs: Any, written: list[_Content], scratch: list[_Content]) -> None:
-        self.func = func
-        self.args = args
-        self.kwargs = kwargs
-        self.written = written
-        self.scratch = scratch
-        self.makes: list[weakref.ref[_Content]] = []
-        self.draw: tuple[torch.device | torch.Generator, Tensor] | None = None
-
-    def run(self) -> list[UntypedStorage]:
-        """Run the op once more: the storages it makes, those of new contents it writes first."""
-        own = {content: _copy(content.storage()) for content in (*self.written, *self.scratch)}
-        old: set[int] = set()
-
-        def argument(view: _View) -> Tensor:
-            storage = own.get(view.content) or view.keeps or view.content.storage()
-            old.add(storage._cdata)
-            return view.tensor(storage)
-
-        args, kwargs = tree_map_only(_View, argument, (self.args, self.kwargs))
-        with without_autocast():
-            if self.draw is None:
-                result = self.func(*args, **kwargs)
-            else:
-                where, state = self.draw
-                result = repeat_draw(state, where, self.func, *args, **kwargs)
-        return [own[content] for content in self.written] + _new_storages(result, old)
-
-
-def _copy(storage: UntypedStorage) -> UntypedStorage:
-    copy = UntypedStorage(storage.nbytes(), device=storage.device)  # type: ignore[no-untyped-call]
-    copy.copy_(storage)
-    return copy
-
-
-def _new_storages(result: Any, old: Any) -> list[UntypedStorage]:
-    """Storages in a result that are none of those with the keys ``old``, each once, in order."""
-    if isinstance(result, Tensor) and result.layout is _STRIDED:  # most are a single one
-        storage = result.untyped_storage()
-        return [] if storage._cdata in old else [storage]
-    found: dict[int, UntypedStorage] = {}
-    for tensor in (result,) if isinstance(result, Tensor) else result if isinstance(result, tuple | list) else ():
-        if isinstance(tensor, Tensor):
-            if tensor.layout is not _STRIDED:
-                _check_layout(tensor)
-            storage = tensor.untyped_storage()
-            if storage._cdata not in old:
-                found[storage._cdata] = storage
-        elif isinstance(tensor, tuple | list):
-            found.update((storage._cdata, storage) for storage in _new_storages(tensor, old))
-    return list(found.values())
-
-
-_STRIDED = torch.strided
-
-
-def _check_layout(tensor: Tensor) -> None:
-    if tensor.layout is not torch.strided:
-        raise InputError(f"a {tensor.layout} tensor turned up in a block under a budget; only strided ones can be counted")
+_Entry = tuple[Kind, bool, bool]  # an op: its kind, whether it acts on the world, whether it is in the backward
 
 
 class _Surprise(Exception):
@@ -305,157 +112,6 @@ class _Surprise(Exception):
     def __init__(self, result: Any) -> None:
         super().__init__(result)
         self.result = result
-
-
-class _Kind:
-    """What is true of every call of an operator.
-
-    name     for people and reports; kind: with the overload
-    looks    makes nothing but views and numbers; views: but views
-    written  places of arguments it writes to (a name where it is given by keyword)
-    scratch  places of arguments it writes to although what it returns does not depend on them
-    gives_back  returns nothing but the tensors it writes to
-    random   draws random numbers
-    acts     on the outside world, so that it must not run twice
-    moves    puts a tensor on another storage or changes the size of one
-    """
-
-    __slots__ = ("acts", "func", "gives_back", "kind", "looks", "moves", "name", "random", "scratch", "views", "written")
-
-    def __init__(self, func: Any) -> None:
-        self.func = func  # so that its id is not given again
-        self.kind = str(func)
-        schema = func._schema
-        packet = func.name().partition(".")[0]
-        self.name = packet.replace("::", ".")
-        self.scratch: tuple[int, ...] = ()
-        writes = [at for at, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
-        if packet in _BATCH_NORMS:  # most schemas do not say that running statistics are written
-            self.scratch = (3, 4)
-            writes = [at for at in writes if at not in self.scratch]
-        self.written = tuple((at, schema.arguments[at].name) for at in writes)
-        gives_tensors = any("Tensor" in str(r.type) for r in schema.returns)
-        self.gives_back = bool(self.written) and all(r.alias_info is not None for r in schema.returns)
-        self.random = torch.Tag.nondeterministic_seeded in func.tags
-        self.acts = (not self.written and not schema.returns) or func.namespace in ("c10d", "_c10d_functional")
-        self.moves = packet in ("aten::set_", "aten::resize_", "aten::resize_as_")
-        self.views = func.is_view
-        makes_views = func.is_view or torch.Tag.inplace_view in func.tags
-        self.looks = not self.moves and (makes_views or not (gives_tensors or self.written or self.acts))
-
-
-_BATCH_NORMS = frozenset(
-    f"aten::{name}"
-    for name in (
-        "native_batch_norm",
-        "_native_batch_norm_legit",
-        "_batch_norm_with_update",
-        "cudnn_batch_norm",
-        "miopen_batch_norm",
-        "batch_norm_gather_stats",
-        "batch_norm_gather_stats_with_counts",
-    )
-)
-
-
-_kinds: dict[int, _Kind] = {}  # by id: operators hash slowly
-
-
-def _kind(func: Any) -> _Kind:
-    kind = _kinds.get(id(func))
-    if kind is None:
-        kind = _kinds[id(func)] = _Kind(func)
-    return kind
-
-
-class _Given(_Kind):
-    """An input, as if an operator had made it."""
-
-    def __init__(self) -> None:
-        self.name = self.kind = "input"
-        self.random = False
-
-
-_GIVEN = _Given()
-
-
-# What an op makes, and what it costs, without running it.
-
-_Key = tuple[Any, ...]
-_sizes_of: dict[_Key, tuple[int, ...]] = {}  # bytes of the storages that calls with this key made
-_MOST_KEYS = 100_000
-_BOUNDS: Mapping[str, Callable[[Tensor], int]] = {  # the most an op can make whose result depends on what it reads
-    "aten.nonzero": lambda t: t.numel() * t.dim() * 8,
-    "aten.masked_select": lambda t: t.numel() * t.element_size(),
-}
-
-
-def _remember(key: _Key, sizes: tuple[int, ...]) -> None:
-    if len(_sizes_of) >= _MOST_KEYS:
-        _sizes_of.clear()
-    _sizes_of[key] = sizes
-
-
-def _foreseen(func: Any, args: Any, kwargs: Any) -> tuple[int, ...] | None:
-    """Bytes of the storages a call would make, from a run on tensors without data; None where that cannot be told."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-
-    def stand_in(tensor: Tensor) -> Tensor:
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-
-    with quiet_stand_ins(), mode:
-        try:
-            args, kwargs = tree_map_only(Tensor, stand_in, (args, kwargs))
-            old = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
-            return tuple(_counted_bytes(storage) for storage in _new_storages(func(*args, **kwargs), old))
-        except Exception:  # whatever is wrong with the call, the call itself will say it
-            return None
-
-
-def _counted_bytes(storage: UntypedStorage) -> int:
-    """Bytes of a storage, as the allocator gives them out."""
-    size_bytes = storage.nbytes()
-    return -(-size_bytes // 512) * 512 if storage.device.type == "cuda" else size_bytes
-
-
-class _Model:
-    """Modelled op times: the roofline of ``graphs.costs``, computed once for each kind of call."""
-
-    def __init__(self) -> None:
-        self._formulas = FlopCounterMode(display=False).flop_registry
-        self._known: dict[_Key, int] = {}
-
-    def time_ns(self, key: _Key, func: Any, args: Any, kwargs: Any, result: Any) -> int:
-        if key not in self._known:
-            if len(self._known) >= _MOST_KEYS:
-                self._known.clear()
-            self._known[key] = self._compute_ns(func, args, kwargs, result)
-        return self._known[key]
-
-    def _compute_ns(self, func: Any, args: Any, kwargs: Any, result: Any) -> int:
-        touched = [leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, Tensor)]
-        if not touched:
-            return 1
-        device = _described(touched[0].device)
-        formula = self._formulas.get(func.overloadpacket)
-        flops = int(formula(*args, **kwargs, out_val=result)) if formula else 0
-        dtypes = [str(t.dtype).removeprefix("torch.") for t in touched if t.dtype.is_floating_point]
-        rate = device.peak_flops.get(dtypes[0] if dtypes else "float32", device.peak_flops["float32"])
-        moved = sum(t.numel() * t.element_size() for t in touched)
-        return max(1, round(max(flops / rate, moved / device.bandwidth_bytes_per_s) * 1e9) + device.launch_ns)
-
-
-@functools.cache
-def _described(device: torch.device) -> DeviceDescription:
-    """The description that fits a device best; of a GPU that has none, that of the slowest."""
-    if device.type != "cuda":
-        return DEVICES["cpu"]
-    words = set(torch.cuda.get_device_name(device).replace("-", " ").split())
-    fitting = [each for each in DEVICES.values() if each.words and each.words <= words]
-    return max(fitting, key=lambda each: len(each.words), default=DEVICES["t4"])
-
-
-_Entry = tuple[_Kind, tuple[int, ...], bool, bool]  # kind, inputs; acts on the world, in the backward
 
 
 class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
@@ -469,7 +125,7 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
     """
 
     def __init__(
-        self, engine: _Engine, budget_bytes: int | None, heuristic: str, seed: int, holding: Holding, costs: str | None
+        self, engine: GrowingEngine, budget_bytes: int | None, heuristic: str, seed: int, holding: Holding, costs: str | None
     ) -> None:
         self.budget_bytes = budget_bytes
         self.heuristic = heuristic
@@ -477,25 +133,24 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
         self._engine = engine
         self._holding = holding
         self._costs = costs
-        self._model = _Model()
-        self._on_death = self._died
+        self._model = CostModel()
         self._interposed = contextlib.ExitStack()
-        self._contents: dict[int, _Content] = {}  # by the key of the storage of the program that holds them
+        self._contents: dict[int, Content] = {}  # by the key of the storage of the program that holds them
         self._seen_modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._dead: list[int] = []  # contents whose storage the program has dropped
-        self._unread: list[int] = []  # contents nobody needs any more
-        self._content_of: list[weakref.ref[_Content] | None] = []  # of each storage of the engine
-        self._recipe_of: list[weakref.ref[_Recipe] | None] = []  # of each op of the engine
-        self._log: list[tuple[_Entry, tuple[int, ...]]] = []  # of each op of the engine, with its outputs
+        self._died: list[Notice] = []  # of storages the program has dropped
+        self._dead: list[int] = []  # contents of such storages
+        self._unread: list[Known] = []  # contents nobody needs any more
+        self._content_of: list[Known | None] = []  # of each storage of the engine
+        self._recipe_of: list[weakref.ref[Recipe] | None] = []  # of each op of the engine
+        self._log: list[_Entry] = []  # of each op of the engine
         self._resident: list[int] = []
-        self._running: tuple[int, Any, Any, Any, tuple[int, ...], _Key] | None = None
+        self._running: tuple[int, Any, Any, Any, tuple[int, ...], Key] | None = None
         self._result: Any = None
         self._made: list[UntypedStorage] = []
         self._wall_s = 0.0
         self._alive: list[int] | None = None  # storages of the engine that are in memory at the end; None: not there yet
         self._failure: Failure | None = None
         self._thrashed = False
-        engine.kept = set()
         engine.driver = self
 
     # The block
@@ -582,188 +237,210 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
     # Every operator call
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Do what ``func(*args, **kwargs)`` does, under the budget."""
-        if self._dead or self._unread:
+        """Do what ``func(*args, **kwargs)`` does, under the budget; ``kwargs`` may be None."""
+        if self._died or self._unread:
             self._bury()
-        kind = _kind(func)
+        kind = kind_of(func)
         if kind.looks:
             return self._look(kind, func, args, kwargs)
-        read: list[_Content] = []
+        read: list[Content] = []
         key: list[Any] = [kind]
         described = self._described
-        views = (
-            [described(argument, read, key) for argument in args],
-            {name: described(argument, read, key) for name, argument in kwargs.items()} if kwargs else kwargs,
-        )
+        views = [described(argument, read, key) for argument in args]
+        named = {}
+        if kwargs:
+            named = {name: described(argument, read, key) for name, argument in kwargs.items()}
+        else:
+            kwargs = named
         if kind.moves:
             for content in read:
                 self._keep(content, kind.name)
             return func(*args, **kwargs)
         written = self._written(kind, args, kwargs) if kind.written else []
-        scratch: list[_Content] = []
+        scratch: list[Content] = []
         if kind.scratch and args[5] is not False:  # training
             scratch = [self._content(args[at]) for at in kind.scratch if args[at] is not None]
 
         full = tuple(key)
         sizes: tuple[int, ...] | None = ()
         if not kind.gives_back:
-            sizes = _sizes_of.get(full)
+            sizes = sizes_of.get(full)
             if sizes is None:
-                sizes = _foreseen(func, args, kwargs)
+                sizes = foreseen(func, args, kwargs)
                 if sizes is not None:
-                    _remember(full, sizes)
+                    remember(full, sizes)
             if sizes == () and not written and not kind.acts:
                 return self._look(kind, func, args, kwargs)
 
-        for content in scratch:  # it is written to, so what was computed from it before cannot be made again
-            self._fix(content, kind.name)
-        acts = kind.acts or any(content.made_by is None or content.number in self._engine.kept for content in written)
-        recipe: _Recipe | None = None
+        acts = kind.acts
+        if written or scratch:
+            for content in scratch:  # it is written to, so what was computed from it before cannot be made again
+                self._fix(content, kind.name)
+            acts = acts or any(content.made_by is None or content.number in self._engine.kept for content in written)
+        recipe: Recipe | None = None
         if acts:
             for content in written:
                 self._fix(content, kind.name)
             written = []
         else:
-            recipe = _Recipe(func, *views, written, scratch)
+            recipe = Recipe(func, views, named, written, scratch)
             if kind.random:
                 where = kwargs.get("generator") or _device_of(args, kwargs)
                 recipe.draw = where, generator_state(where)
+        if scratch:
+            read = [content for content in read if content not in scratch]
         return self._run(kind, full, sizes, read, written, scratch, recipe, func, args, kwargs)
 
     def _run(
         self,
-        kind: _Kind,
-        key: _Key,
+        kind: Kind,
+        key: Key,
         sizes: tuple[int, ...] | None,
-        read: list[_Content],
-        written: list[_Content],
-        scratch: list[_Content],
-        recipe: _Recipe | None,
+        read: list[Content],
+        written: list[Content],
+        scratch: list[Content],
+        recipe: Recipe | None,
         func: Any,
         args: Any,
         kwargs: Any,
     ) -> Any:
-        """Run an op for the first time: if possible after making room for it, else (size unknown) at once."""
+        """Run an op for the first time: at once or after making room for it; where its size is unknown, room is made then."""
         engine = self._engine
-        inputs = [c for c in dict.fromkeys(read) if c not in scratch]
-        reads = [c.tensor for c in inputs if c.tensor >= 0]
+        reads = tuple([content.number for content in read])
         if sizes is None:
             first = args[0] if args and isinstance(args[0], Tensor) else None
-            if first is not None and kind.name in _BOUNDS:
-                sizes = (_BOUNDS[kind.name](first),)
+            if first is not None and kind.name in BOUNDS:
+                sizes = (BOUNDS[kind.name](first),)
         before = tuple([content.size_bytes for content in written]) if written else ()
         copies_bytes = sum([content.size_bytes for content in scratch]) if scratch else 0
-        surprise: _Surprise | None = None
-        entry = kind, tuple([c.number for c in inputs]), recipe is None, in_backward()
-        if sizes is not None:
-            op, outs = self._declare(entry, reads, before + sizes, copies_bytes)
-            self._running = op, func, args, kwargs, sizes, key
+        entry = kind, recipe is None, in_backward()
+        has_run = False
+        if sizes is None:
+            for s in reads:
+                self._guarded(kind.name, engine.hold, s)
             try:
-                self._engine_call(op, kind.name)
-            except _Surprise as caught:
-                surprise = caught
-        else:
-            for tensor in reads:
-                self._guarded(kind.name, engine.hold, tensor)
-            try:
-                surprise = _Surprise(func(*args, **kwargs))
+                result = func(*args, **kwargs)
             finally:
                 engine.let_go_of_all()
-        if surprise is not None:  # the op has run; now that its sizes are known, what it made is counted and made room for
-            self._result = surprise.result
-            self._made = _new_storages(surprise.result, self._contents)
-            sizes = tuple(map(_counted_bytes, self._made))
-            op, outs = self._declare(entry, reads, before + sizes, copies_bytes)
-            self._engine_call(op, kind.name)
-            _remember(key, sizes)
-        assert sizes is not None
-        result, made, self._result, self._made = self._result, self._made, None, []
-        self._bind(op, outs, written, made, recipe)
-        if recipe is not None:
-            reader = weakref.ref(recipe)
-            self._recipe_of[op] = reader
-            for content in inputs:
-                content.readers.append(reader)
+            has_run = True
+        elif engine.fits(reads, sum(before) + sum(sizes) + self._workspace_bytes(sizes, copies_bytes)):
+            result, made, made_bytes, took_ns = self._timed(key, func, args, kwargs)
+            if made_bytes == sizes:
+                op = engine.ran(reads, before + sizes, self._workspace_bytes(sizes, copies_bytes), took_ns)
+                self._log.append(entry)
+                self._bind(op, written, made, recipe, read)
+                return result
+            has_run = True
+        if not has_run:
+            assert sizes is not None
+            op = self._declare(entry, reads, before + sizes, self._workspace_bytes(sizes, copies_bytes))
+            self._running = op, func, args, kwargs, sizes, key
+            try:
+                self._guarded(kind.name, engine.call, op)
+            except _Surprise as caught:
+                has_run, result = True, caught.result
+            else:
+                result, made = self._result, self._made
+            finally:
+                self._running, self._result, self._made = None, None, []
+        if has_run:  # now that its sizes are known, what it made is counted and made room for
+            made = self._new_storages(result)
+            sizes = tuple(map(counted_bytes, made))
+            op = self._declare(entry, reads, before + sizes, self._workspace_bytes(sizes, copies_bytes))
+            self._guarded(kind.name, engine.call, op)
+            remember(key, sizes)
+        self._bind(op, written, made, recipe, read)
         return result
 
-    def _look(self, kind: _Kind, func: Any, args: Any, kwargs: Any) -> Any:
+    def _timed(self, key: Key, func: Any, args: Any, kwargs: Any) -> tuple[Any, list[UntypedStorage], tuple[int, ...], int]:
+        """Run an op for the first time: its result, the new storages in it, their bytes, and the time it takes."""
+        begin = time.perf_counter_ns()
+        result = func(*args, **kwargs)
+        took_ns = time.perf_counter_ns() - begin
+        made = self._new_storages(result)
+        sizes = tuple([counted_bytes(storage) for storage in made])
+        if self._costs == "modelled" or (self._costs is None and made and made[0].device.type == "cuda"):
+            took_ns = self._model.time_ns(key, func, args, kwargs, result)
+        return result, made, sizes, took_ns
+
+    def _new_storages(self, result: Any) -> list[UntypedStorage]:
+        if self._died:  # what died meanwhile may have left its place, and with it its key, to what was made
+            self._forget()
+        return new_storages(result, self._contents)
+
+    def _look(self, kind: Kind, func: Any, args: Any, kwargs: Any) -> Any:
         """Make views or read numbers: nothing is allocated, but what is read has to be there."""
         if kind.views and args and isinstance(args[0], Tensor):  # of its first argument, as a rule
             tensors = [argument for argument in args if isinstance(argument, Tensor)]
         else:
             tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if len(tensors) == 1:
-            tensor = self._content(tensors[0]).tensor
-            if tensor >= 0 and not self._engine.accessed(tensor):
-                self._guarded(kind.name, self._engine.bring, tensor)
-            return func(*args, **kwargs)
-        held = [content.tensor for content in map(self._content, tensors) if content.tensor >= 0]
-        with self._held(kind.name, held):
-            return func(*args, **kwargs)
+            s = self._content(tensors[0]).number
+            if not self._engine.accessed(s):
+                self._guarded(kind.name, self._engine.bring, s)
+            return func(*args, **kwargs) if kwargs else func(*args)
+        with self._held(kind.name, [self._content(tensor).number for tensor in tensors]):
+            return func(*args, **(kwargs or {}))
 
     @contextlib.contextmanager
-    def _held(self, name: str, tensors: list[int]) -> Iterator[None]:
-        """Have tensors in memory together for a while."""
-        for tensor in tensors:
-            self._guarded(name, self._engine.hold, tensor)
+    def _held(self, name: str, storages: list[int]) -> Iterator[None]:
+        """Have storages of the engine in memory together for a while."""
+        for s in storages:
+            self._guarded(name, self._engine.hold, s)
         try:
             yield
         finally:
-            for tensor in tensors:
-                self._engine.let_go(tensor)
+            for s in storages:
+                self._engine.let_go(s)
 
-    def _described(self, argument: Any, read: list[_Content], key: list[Any]) -> Any:
+    def _described(self, argument: Any, read: list[Content], key: list[Any]) -> Any:
         """An argument with views in place of its tensors; adds what is read, and what decides about the sizes of results."""
         if isinstance(argument, Tensor):
-            storage = argument.untyped_storage() if argument.layout is _STRIDED else None
-            content = self._contents.get(storage._cdata) if storage is not None else None
+            if argument.layout is not STRIDED:
+                check_layout(argument)
+            storage = argument.untyped_storage()
+            content = self._contents.get(storage._cdata)
             if content is None:
-                content = self._content(argument)
+                content = self._meet(argument)
             read.append(content)
-            view = _View(argument, content, storage if content.made_by is None else None)
-            key += (view.shape, view.stride, view.dtype)
-            return view
+            shape, stride, dtype = argument.shape, argument.stride(), argument.dtype
+            key += (shape, stride, dtype)
+            conjugate = dtype.is_complex and argument.is_conj()
+            keeps = storage if content.made_by is None else None
+            return View((content, shape, stride, argument.storage_offset(), dtype, conjugate, keeps))
         if isinstance(argument, list | tuple):
             key.append(len(argument))
             return [self._described(entry, read, key) for entry in argument]
         key += (type(argument), None) if isinstance(argument, float) and read else (type(argument), argument)
         return argument
 
-    def _content(self, tensor: Tensor) -> _Content:
+    def _content(self, tensor: Tensor) -> Content:
         """What the storage of a tensor holds now; a storage not seen before was made outside the block."""
-        if tensor.layout is not _STRIDED:
-            _check_layout(tensor)
+        if tensor.layout is not STRIDED:
+            check_layout(tensor)
+        if self._died:
+            self._forget()
         content = self._contents.get(tensor.untyped_storage()._cdata)
         return self._meet(tensor) if content is None else content
 
-    def _written(self, kind: _Kind, args: Any, kwargs: Any) -> list[_Content]:
+    def _written(self, kind: Kind, args: Any, kwargs: Any) -> list[Content]:
         """The contents an op writes over, each once."""
-        found: dict[_Content, None] = {}
+        found: dict[Content, None] = {}
         for at, name in kind.written:
             argument = args[at] if at < len(args) else kwargs.get(name)
             for tensor in (argument,) if isinstance(argument, Tensor) else argument or ():
                 found[self._content(tensor)] = None
         return list(found)
 
-    def _declare(
-        self, entry: _Entry, reads: list[int], sizes: tuple[int, ...], workspace_bytes: int = 0
-    ) -> tuple[int, tuple[int, ...]]:
-        """A new op and its storages, in the engine."""
-        engine = self._engine
-        outs = tuple([engine.add_storage(size) for size in sizes])
-        self._content_of.extend([None] * len(outs))
-        if not REPLACES_IN_PLACE:
-            workspace_bytes += max(sizes, default=0)
-        op, _ = engine.add_op(reads, outs, 0, workspace_bytes)
-        self._recipe_of.append(None)
-        self._log.append((entry, outs))
-        return op, outs
+    def _workspace_bytes(self, sizes: tuple[int, ...], copies_bytes: int) -> int:
+        """What an op that makes these sizes needs beside them when it runs again."""
+        return copies_bytes if REPLACES_IN_PLACE else copies_bytes + max(sizes, default=0)
 
-    def _engine_call(self, op: int, name: str) -> None:
-        try:
-            self._guarded(name, self._engine.call, op)
-        finally:
-            self._running = None
+    def _declare(self, entry: _Entry, reads: tuple[int, ...], sizes: tuple[int, ...], workspace_bytes: int) -> int:
+        """A new op and its storages, in the engine; ``_bind`` says the rest."""
+        op = self._engine.declare(reads, sizes, workspace_bytes)
+        self._log.append(entry)
+        return op
 
     def _guarded(self, name: str, step: Callable[[int], None], number: int) -> None:
         """A step of the engine for an operator of that name. Whatever fails, nothing stays locked."""
@@ -773,9 +450,8 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
             self._engine.let_go_of_all()
             asked, held = error.asked_bytes, []
             for s in error.held:
-                content = self._content_of[s]
-                live = content() if content is not None else None
-                held.append((self._name_of(s) if live is not None else "dropped", self._engine.size_bytes[s]))
+                live = self._at_number(s)
+                held.append(("dropped" if live is None else f"storage {s}", self._engine.size_bytes[s]))
             failure = Failure(name, asked, tuple(sorted(held, key=lambda entry: -entry[1])))
             assert self.budget_bytes is not None
             self._failure = failure
@@ -791,90 +467,104 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
             self._engine.let_go_of_all()
             raise
 
-    def _name_of(self, s: int) -> str:
-        return f"storage {s}"
+    def _at_number(self, s: int) -> Content | None:
+        """The content of that number, if somebody still needs it."""
+        known = self._content_of[s] if s < len(self._content_of) else None
+        return None if known is None else known()
 
     def _bind(
-        self, op: int, outs: tuple[int, ...], written: list[_Content], made: list[UntypedStorage], recipe: _Recipe | None
+        self, op: int, written: list[Content], made: list[UntypedStorage], recipe: Recipe | None, read: list[Content]
     ) -> None:
         """After an op ran: its outputs are where the program has them."""
-        engine = self._engine
-        first = self._engine.first_output(op) if outs else -1
+        outs = self._engine.outputs(op)
+        self._place(self._recipe_of, op, None if recipe is None else weakref.ref(recipe))
         resized = False
-        for at, (old, s) in enumerate(zip(written, outs, strict=False)):
-            new = _Content(s, first + at, old.size_bytes, recipe, self._unread)
+        for old, s in zip(written, outs, strict=False):
             assert old.at is not None
             storage = old.at()
             assert storage is not None
-            resized = resized or _counted_bytes(storage) != old.size_bytes
-            self._attach(new, storage)
+            resized = resized or counted_bytes(storage) != old.size_bytes
+            self._new_content(s, old.size_bytes, recipe, storage)
             old.at = None
-            engine.drop(old.number)
-            self._note(new, recipe)
-        for at, (storage, s) in enumerate(zip(made, outs[len(written) :], strict=True), start=len(written)):
-            new = _Content(s, first + at, engine.size_bytes[s], recipe, self._unread)
-            self._attach(new, storage)
-            self._note(new, recipe)
+            self._engine.drop(old.number)
+        sizes = self._engine.size_bytes
+        for storage, s in zip(made, outs[len(written) :], strict=True):
+            content = self._new_content(s, sizes[s], recipe, storage)
             if recipe is None or not storage.resizable():
-                self._keep(new, "")
+                self._keep(content, "")
+        if recipe is not None:
+            for content in read:
+                content.readers.append(op)
         if resized:
             raise InputError("an operator changed the size of a tensor it was to write to; give out= one of the right size")
 
-    def _note(self, content: _Content, recipe: _Recipe | None) -> None:
-        known = weakref.ref(content)
-        self._content_of[content.number] = known
+    def _new_content(self, s: int, size_bytes: int, recipe: Recipe | None, storage: UntypedStorage) -> Content:
+        """What has come to be at a storage of the program."""
+        content = Content(s, size_bytes, recipe)
+        known = Known(content, self._unread.append)
+        known.number = s
+        self._place(self._content_of, s, known)
         if recipe is not None:
             recipe.makes.append(known)
+        content.at = notice = Notice(storage, self._died.append)
+        notice.key, notice.known = storage._cdata, known
+        self._contents[notice.key] = content
+        return content
 
-    def _attach(self, content: _Content, storage: UntypedStorage) -> None:
-        key = storage._cdata
-        content.at = notice = _Notice(storage, self._on_death)
-        notice.key = key
-        self._contents[key] = content
+    @staticmethod
+    def _place(table: list[Any], number: int, entry: Any) -> None:
+        """Enter something under its number; numbers left out (of ops that failed) stay empty."""
+        if number == len(table):
+            table.append(entry)
+        else:
+            table += [None] * (number + 1 - len(table))
+            table[number] = entry
 
-    def _died(self, notice: _Notice) -> None:
-        content = self._contents.get(notice.key)
-        if content is not None and content.at is notice:
-            del self._contents[notice.key]
-            content.at = None
-            self._dead.append(content.number)
+    def _forget(self) -> None:
+        """Storages the program has dropped since hold nothing any more."""
+        while self._died:
+            notice = self._died.pop()
+            content = notice.known()
+            if content is not None and content.at is notice:
+                content.at = None
+                self._dead.append(content.number)
+                if self._contents.get(notice.key) is content:
+                    del self._contents[notice.key]
 
     def _bury(self) -> None:
         """Tell the engine what the program has dropped since."""
         engine = self._engine
+        self._forget()
         while self._dead:
             s = self._dead.pop()
             engine.kept.discard(s)
             engine.drop(s)
         while self._unread:
-            engine.discard(self._unread.pop())
+            engine.discard(self._unread.pop().number)
 
     # What stays
 
-    def _meet(self, tensor: Tensor, *, resident: bool = False) -> _Content:
+    def _meet(self, tensor: Tensor, *, resident: bool = False) -> Content:
         """Count a storage that was made outside the block; it is never evicted. ``resident``: from the start."""
         storage = tensor.untyped_storage()
         content = self._contents.get(storage._cdata)
         if content is not None:
             return content
-        size, engine = _counted_bytes(storage), self._engine
+        size, engine = counted_bytes(storage), self._engine
         if resident and not engine.steps:
-            s = engine.add_storage(size, pinned=True)
-            engine.preload(s)
+            s = engine.holds(size)
             self._resident.append(s)
-            self._content_of.append(None)
-            content = _Content(s, -1, size, None, self._unread)
+            content = self._new_content(s, size, None, storage)
             if engine.used_bytes > engine.budget_bytes:
                 assert self.budget_bytes is not None
                 raise BudgetExceeded("what is there from the start", engine.used_bytes, self.budget_bytes)
         else:
-            op, outs = self._declare((_GIVEN, (), True, in_backward()), [], (size,))
-            self._engine_call(op, "an input")
-            content = _Content(outs[0], engine.first_output(op), size, None, self._unread)
-            engine.hold(content.tensor)
-            engine.kept.add(content.number)
-        self._note(content, None)
-        self._attach(content, storage)
+            op = self._declare((GIVEN, True, in_backward()), (), (size,), 0)
+            self._guarded("an input", engine.call, op)
+            (s,) = engine.outputs(op)
+            content = self._new_content(s, size, None, storage)
+            engine.hold(s)
+            engine.kept.add(s)
         if tensor.is_leaf and tensor.requires_grad:
             handle = tensor.register_post_accumulate_grad_hook(self._keep_gradient)  # type: ignore[no-untyped-call]
             self._interposed.callback(handle.remove)
@@ -902,22 +592,23 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
             if parameter.grad is not None:
                 self._meet(parameter.grad)
 
-    def _keep(self, content: _Content, name: str) -> None:
+    def _keep(self, content: Content, name: str) -> None:
         """From now on a content stays in memory until the program drops it."""
         engine = self._engine
-        if content.tensor >= 0 and content.number not in engine.kept:
-            self._guarded(name, engine.hold, content.tensor)
+        if content.number not in engine.kept:
+            self._guarded(name, engine.hold, content.number)
             engine.kept.add(content.number)
 
-    def _fix(self, content: _Content, name: str) -> None:
+    def _fix(self, content: Content, name: str) -> None:
         """A content is about to be written over without a new version of it: it, and what can be made again only from what it
         holds now, stays from now on."""
         found = {content: None}
         stack = [content]
         while stack:
             reader = stack.pop()
-            for known in reader.readers:
-                recipe = known()
+            for op in reader.readers:
+                known = self._recipe_of[op]
+                recipe = known() if known is not None else None
                 for made in recipe.makes if recipe is not None else ():
                     other = made()
                     if other is not None and other not in found:
@@ -937,27 +628,21 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
         engine = self._engine
         if self._running is not None and self._running[0] == op:
             _, func, args, kwargs, sizes, key = self._running
-            begin = time.perf_counter_ns()
-            result = func(*args, **kwargs)
-            took_ns = time.perf_counter_ns() - begin
-            made = _new_storages(result, self._contents)
-            if [_counted_bytes(storage) for storage in made] != [*sizes]:
-                raise _Surprise(result)
-            self._result, self._made = result, made
-            if self._costs == "modelled" or (self._costs is None and made and made[0].device.type == "cuda"):
-                took_ns = self._model.time_ns(key, func, args, kwargs, result)
+            self._result, self._made, made_bytes, took_ns = self._timed(key, func, args, kwargs)
+            if made_bytes != sizes:
+                raise _Surprise(self._result)
             engine.took(op, took_ns)
             return
-        known = self._recipe_of[op]
+        known = self._recipe_of[op] if op < len(self._recipe_of) else None
         recipe = known() if known is not None else None
         if recipe is None:  # its result is already there
             return
-        for at, (made_, storage) in enumerate(zip(recipe.makes, recipe.run(), strict=True)):
-            content = made_()
-            if engine.present(engine.first_output(op) + at):
+        for known_, storage in zip(recipe.makes, recipe.run(), strict=True):
+            content = known_()
+            if engine.resident[known_.number]:
                 continue
             if content is None:
-                self._unread.append(engine.output_storage(op, at))
+                self._unread.append(known_)
             elif content.at is None:
                 content.floating = storage
             else:
@@ -965,8 +650,7 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
 
     def free(self, storage: int) -> None:
         """Let go of the bytes of a content."""
-        known = self._content_of[storage]
-        content = known() if known is not None else None
+        content = self._at_number(storage)
         if content is None:
             return
         content.floating = None
@@ -982,15 +666,15 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
         engine = self._engine
         self._bury()
         problem: BudgetExceeded | NoScheduleFound | None = None
-        alive = [c for c in self._contents.values() if c.tensor >= 0]
+        alive = list(self._contents.values())
         if failed:
-            engine.budget_bytes = engine.limit_ns = float("inf")
+            engine.lift()
         for content in alive:
             try:
                 self._keep(content, "what the block leaves alive")
             except (BudgetExceeded, NoScheduleFound) as error:  # no tensor must stay empty: nothing looks after it any more
                 problem = error
-                engine.budget_bytes = engine.limit_ns = float("inf")
+                engine.lift()
                 self._keep(content, "what the block leaves alive")
         self._alive = [c.number for c in alive]
         self._contents.clear()
@@ -1007,21 +691,21 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
             raise InputError("the block is still under way; its graph is complete afterwards")
         ran = {step for step in engine.steps if step >= 0}
         log = [(op, *entry) for op, entry in enumerate(self._log) if op in ran]
-        made = [s for _, _, outs in log for s in outs]
+        made = [s for op, *_ in log for s in engine.outputs(op)]
         numbers = {s: v for v, s in enumerate([*self._resident, *made])}
-        ops = {op: i for i, (op, _, _) in enumerate(log)}
+        ops = {op: i for i, (op, *_) in enumerate(log)}
         values = [Value(f"resident_{v}", engine.size_bytes[s]) for v, s in enumerate(self._resident)]
         listed = []
-        for op, (kind, inputs, acts, backward), outs in log:
+        for op, kind, acts, backward in log:
             time_ns, workspace_bytes = engine.cost(op)
             name = f"{kind.name.removeprefix('aten.')}_{ops[op]}"
-            values += [Value(name, engine.size_bytes[s]) for s in outs]
-            reads, makes = tuple(map(numbers.__getitem__, inputs)), tuple(map(numbers.__getitem__, outs))
+            makes = engine.outputs(op)
+            values += [Value(name, engine.size_bytes[s]) for s in makes]
             listed.append(
                 Op(
                     name,
-                    reads,
-                    makes,
+                    tuple(dict.fromkeys(map(numbers.__getitem__, engine.inputs(op)))),
+                    tuple(map(numbers.__getitem__, makes)),
                     time_ns,
                     workspace_bytes,
                     kind=kind.kind,
@@ -1068,9 +752,12 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, run: EagerRun) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._call = run.call
+        # On the instance, as PyTorch wraps what the class has, which takes 2 us a call. What the wrapper does, telling the
+        # compiler to stay out, is not needed: it stays out wherever a dispatch mode is active.
+        self.__torch_dispatch__ = self._handle  # type: ignore[method-assign]
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self._call(func, args, kwargs or {})
+    def _handle(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._call(func, args, kwargs)
 
 
 # Methods that read a tensor without an operator call: those that leave something behind that goes on reading, and the others.
@@ -1095,6 +782,6 @@ class _RawReads(TorchFunctionMode):
         elif func in _READS:
             run = self._run
             content = run._content(args[0])
-            with run._held(func.__name__, [content.tensor] if content.tensor >= 0 else []):
+            with run._held(func.__name__, [content.number]):
                 return func(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))

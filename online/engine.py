@@ -193,7 +193,7 @@ class Engine:
         self._made_bytes: list[int] = []
         self._workspace_bytes: list[int] = []
         self._awaiting = awaiting and heuristic.cost == "neighborhood"
-        self._at_once = allocator is None and not self._awaiting and not self.reclaim  # see _call_at_once
+        self._at_once = allocator is None and not self._awaiting and not self.reclaim  # see _ran_at_once
         self._banishing: set[int] = set()
         self._lazy = heuristic.cost == "demand"  # what is dropped goes first by its score, once room is needed
         self._counts = self._lazy or Option.COUNTED in options
@@ -282,8 +282,10 @@ class Engine:
             for t in self._inputs[op]:
                 if not defined[t]:
                     break
-            else:
-                self._call_at_once(op, asked)
+            else:  # nothing can go meanwhile, so nothing is held
+                if self.driver is not None:
+                    self.driver.compute(op)
+                self._ran_at_once(op, asked)
                 return
         outputs = self._outputs[op]
         if self._awaiting:
@@ -295,15 +297,10 @@ class Engine:
         for s in self._makes[op]:
             self.pool.touch(s, clock)
 
-    def _call_at_once(self, op: int, asked: int) -> None:
-        """A first call of an op where all it reads is there and all it makes fits.
-
-        Nothing can go meanwhile, so nothing is held, and only the order in which it joins the pool again is kept.
-        """
+    def _ran_at_once(self, op: int, asked: int) -> None:
+        """``op`` has run for the first time, with all it reads there and room for all it makes, ``asked`` bytes with it."""
         if asked > self.peak_bytes:
             self.peak_bytes = asked
-        if self.driver is not None:
-            self.driver.compute(op)
         self.steps.append(op)
         self._counters.executions += 1
         if not self._counters.deepest:
@@ -352,7 +349,7 @@ class Engine:
         Raises OutOfMemory or Thrashed.
         """
         if declared is None:
-            self.declare(program)
+            self.declare_program(program)
         else:
             self._declare(declared)
         for s in program.resident:
@@ -369,7 +366,7 @@ class Engine:
                 drop(-1 - event)
         self.keep(program.kept)
 
-    def declare(self, program: Program) -> None:
+    def declare_program(self, program: Program) -> None:
         """All storages and ops of a program."""
         for s, size_bytes in enumerate(program.size_bytes):
             self.add_storage(size_bytes, pinned=s in program.pinned or s in program.resident)

@@ -318,7 +318,7 @@ class _Known:
         self.least_bytes = least_bytes(graph)
         self.program = program_of(graph)
         self.declared = Engine(None, HEURISTICS["lru"])
-        self.declared.declare(self.program)
+        self.declared.declare_program(self.program)
 
 
 _known: dict[int, tuple[weakref.ref[Graph], _Known]] = {}  # by id: graphs are immutable, and hash as slowly as they are large

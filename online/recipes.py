@@ -1,0 +1,320 @@
+"""Operator calls of an eager program: what they read, make and cost, and how they run again. It knows no budget. [torch]"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, UntypedStorage
+from torch.utils.flop_counter import FlopCounterMode
+
+from graphs.costs import DEVICES, DeviceDescription
+from graphs.errors import InputError
+from graphs.torch_private import FakeTensorMode, quiet_stand_ins, tree_leaves, tree_map_only, without_autocast
+from planner.draws import repeat_draw
+
+
+class Content:
+    """What a storage holds from one write to the next: a storage of the engine.
+
+    number      in the engine
+    size_bytes  as counted
+    made_by     how to make it again; None: it cannot be made again
+    at          the storage of the program that holds it; None once the program has dropped or overwritten it
+    floating    where it lies while it is in memory without being at one of the program's storages
+    readers     numbers of the ops that have read it
+    """
+
+    __slots__ = ("__weakref__", "at", "floating", "made_by", "number", "readers", "size_bytes")
+
+    def __init__(self, number: int, size_bytes: int, made_by: Recipe | None) -> None:
+        self.number = number
+        self.size_bytes = size_bytes
+        self.made_by = made_by
+        self.at: Notice | None = None
+        self.floating: UntypedStorage | None = None
+        self.readers: list[int] = []
+
+    def storage(self) -> UntypedStorage:
+        """Where it lies now."""
+        storage = self.floating if self.at is None else self.at()
+        assert storage is not None, "read while it is not in memory"
+        return storage
+
+
+class Known(weakref.ref[Content]):
+    """Refers to a content, and says when nobody needs it any more; ``number``: of that content."""
+
+    __slots__ = ("number",)
+    number: int
+
+
+class Notice(weakref.ref[UntypedStorage]):
+    """Refers to a storage of the program, and says when that is dropped; ``key``: of the storage, ``known``: what it holds."""
+
+    __slots__ = ("key", "known")
+    key: int
+    known: Known
+
+
+class View(tuple[Any, ...]):
+    """A tensor argument, without the tensor: enough to make one like it.
+
+    It has: content, shape, stride, offset, dtype, whether it is conjugate; and the storage itself where that cannot be made
+    again, as it then has to live as long as it may be read.
+    """
+
+    __slots__ = ()
+
+    @property
+    def content(self) -> Content:
+        """What it shows."""
+        content: Content = self[0]
+        return content
+
+    @property
+    def keeps(self) -> UntypedStorage | None:
+        """The storage, where it cannot be made again."""
+        storage: UntypedStorage | None = self[6]
+        return storage
+
+    def tensor(self, storage: UntypedStorage) -> Tensor:
+        """The argument again, over ``storage``."""
+        _, shape, stride, offset, dtype, conjugate, _ = self
+        made = torch.empty(0, dtype=dtype, device=storage.device)
+        made.set_(storage, offset, shape, stride)
+        return made.conj() if conjugate else made
+
+
+class Recipe:
+    """How to run an op again.
+
+    args, kwargs  as given, each tensor a View
+    written       for each content the op writes over: the old one; its outputs begin with the new ones
+    scratch       contents it writes to without what it returns depending on them: run again, it writes to a copy
+    makes         what it made (weakly: a recipe lives as long as something made by it may be needed)
+    draw          the generator (or the device whose default one it is) and its state before the draw, of a random op
+    """
+
+    __slots__ = ("__weakref__", "args", "draw", "func", "kwargs", "makes", "scratch", "written")
+
+    def __init__(self, func: Any, args: Any, kwargs: Any, written: list[Content], scratch: list[Content]) -> None:
+        self.func = func
+        self.args = args
+        self.kwargs = kwargs
+        self.written = written
+        self.scratch = scratch
+        self.makes: list[Known] = []
+        self.draw: tuple[torch.device | torch.Generator, Tensor] | None = None
+
+    def run(self) -> list[UntypedStorage]:
+        """Run the op once more: the storages it makes, those of new contents it writes first."""
+        own = {content: _copy(content.storage()) for content in (*self.written, *self.scratch)}
+        old: set[int] = set()
+        args = [_filled(argument, own, old) for argument in self.args]
+        kwargs = {name: _filled(argument, own, old) for name, argument in self.kwargs.items()}
+        with without_autocast():
+            if self.draw is None:
+                result = self.func(*args, **kwargs)
+            else:
+                where, state = self.draw
+                result = repeat_draw(state, where, self.func, *args, **kwargs)
+        return [own[content] for content in self.written] + new_storages(result, old)
+
+
+def _filled(argument: Any, own: dict[Content, UntypedStorage], old: set[int]) -> Any:
+    """An argument of a recipe with tensors in place of its views; ``own``: where they lie instead, ``old``: keys of storages."""
+    if type(argument) is View:
+        storage = own.get(argument.content) or argument.keeps or argument.content.storage()
+        old.add(storage._cdata)
+        return argument.tensor(storage)
+    return [_filled(entry, own, old) for entry in argument] if type(argument) is list else argument
+
+
+def _copy(storage: UntypedStorage) -> UntypedStorage:
+    copy = UntypedStorage(storage.nbytes(), device=storage.device)  # type: ignore[no-untyped-call]
+    copy.copy_(storage)
+    return copy
+
+
+def new_storages(result: Any, old: Any) -> list[UntypedStorage]:
+    """Storages in a result that are none of those with the keys ``old``, each once, in order."""
+    if isinstance(result, Tensor) and result.layout is STRIDED:  # most are a single one
+        storage = result.untyped_storage()
+        return [] if storage._cdata in old else [storage]
+    found: dict[int, UntypedStorage] = {}
+    for tensor in (result,) if isinstance(result, Tensor) else result if isinstance(result, tuple | list) else ():
+        if isinstance(tensor, Tensor):
+            check_layout(tensor)
+            storage = tensor.untyped_storage()
+            if storage._cdata not in old:
+                found[storage._cdata] = storage
+        elif isinstance(tensor, tuple | list):
+            found.update((storage._cdata, storage) for storage in new_storages(tensor, old))
+    return list(found.values())
+
+
+STRIDED = torch.strided
+
+
+def check_layout(tensor: Tensor) -> None:
+    """InputError for what has no storage."""
+    if tensor.layout is not STRIDED:
+        raise InputError(f"a {tensor.layout} tensor turned up in a block under a budget; only strided ones can be counted")
+
+
+class Kind:
+    """What is true of every call of an operator.
+
+    name     for people and reports; kind: with the overload
+    looks    makes nothing but views and numbers; views: but views
+    written  places of arguments it writes to (a name where it is given by keyword)
+    scratch  places of arguments it writes to although what it returns does not depend on them
+    gives_back  returns nothing but the tensors it writes to
+    random   draws random numbers
+    acts     on the outside world, so that it must not run twice
+    moves    puts a tensor on another storage or changes the size of one
+    """
+
+    __slots__ = ("acts", "func", "gives_back", "kind", "looks", "moves", "name", "random", "scratch", "views", "written")
+
+    def __init__(self, func: Any) -> None:
+        self.func = func  # so that its id is not given again
+        self.kind = str(func)
+        schema = func._schema
+        packet = func.name().partition(".")[0]
+        self.name = packet.replace("::", ".")
+        self.scratch: tuple[int, ...] = ()
+        writes = [at for at, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
+        if packet in _BATCH_NORMS:  # most schemas do not say that running statistics are written
+            self.scratch = (3, 4)
+            writes = [at for at in writes if at not in self.scratch]
+        self.written = tuple((at, schema.arguments[at].name) for at in writes)
+        gives_tensors = any("Tensor" in str(r.type) for r in schema.returns)
+        self.gives_back = bool(self.written) and all(r.alias_info is not None for r in schema.returns)
+        self.random = torch.Tag.nondeterministic_seeded in func.tags
+        self.acts = (not self.written and not schema.returns) or func.namespace in ("c10d", "_c10d_functional")
+        self.moves = packet in ("aten::set_", "aten::resize_", "aten::resize_as_")
+        self.views = func.is_view
+        makes_views = func.is_view or torch.Tag.inplace_view in func.tags
+        self.looks = not self.moves and (makes_views or not (gives_tensors or self.written or self.acts))
+
+
+_BATCH_NORMS = frozenset(
+    f"aten::{name}"
+    for name in (
+        "native_batch_norm",
+        "_native_batch_norm_legit",
+        "_batch_norm_with_update",
+        "cudnn_batch_norm",
+        "miopen_batch_norm",
+        "batch_norm_gather_stats",
+        "batch_norm_gather_stats_with_counts",
+    )
+)
+
+
+_kinds: dict[int, Kind] = {}  # by id: operators hash slowly
+
+
+def kind_of(func: Any) -> Kind:
+    """What is true of every call of an operator."""
+    kind = _kinds.get(id(func))
+    if kind is None:
+        kind = _kinds[id(func)] = Kind(func)
+    return kind
+
+
+class _Given(Kind):
+    """An input, as if an operator had made it."""
+
+    def __init__(self) -> None:
+        self.name = self.kind = "input"
+        self.random = False
+
+
+GIVEN = _Given()
+
+
+# What an op makes, and what it costs, without running it.
+
+Key = tuple[Any, ...]
+sizes_of: dict[Key, tuple[int, ...]] = {}  # bytes of the storages that calls with this key made
+_MOST_KEYS = 100_000
+BOUNDS: Mapping[str, Callable[[Tensor], int]] = {  # the most an op can make whose result depends on what it reads
+    "aten.nonzero": lambda t: t.numel() * t.dim() * 8,
+    "aten.masked_select": lambda t: t.numel() * t.element_size(),
+}
+
+
+def remember(key: Key, sizes: tuple[int, ...]) -> None:
+    """Note what a call with this key made."""
+    if len(sizes_of) >= _MOST_KEYS:
+        sizes_of.clear()
+    sizes_of[key] = sizes
+
+
+def foreseen(func: Any, args: Any, kwargs: Any) -> tuple[int, ...] | None:
+    """Bytes of the storages a call would make, from a run on tensors without data; None where that cannot be told."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def stand_in(tensor: Tensor) -> Tensor:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+
+    with quiet_stand_ins(), mode:
+        try:
+            args, kwargs = tree_map_only(Tensor, stand_in, (args, kwargs))
+            old = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+            return tuple(counted_bytes(storage) for storage in new_storages(func(*args, **kwargs), old))
+        except Exception:  # whatever is wrong with the call, the call itself will say it
+            return None
+
+
+def counted_bytes(storage: UntypedStorage) -> int:
+    """Bytes of a storage, as the allocator gives them out."""
+    size_bytes, device = storage.nbytes(), storage.device
+    return -(-size_bytes // 512) * 512 if device != _CPU and device.type == "cuda" else size_bytes
+
+
+_CPU = torch.device("cpu")  # comparing with it takes a fraction of the time of asking for the type
+
+
+class CostModel:
+    """Modelled op times: the roofline of ``graphs.costs``, computed once for each kind of call."""
+
+    def __init__(self) -> None:
+        self._formulas = FlopCounterMode(display=False).flop_registry
+        self._known: dict[Key, int] = {}
+
+    def time_ns(self, key: Key, func: Any, args: Any, kwargs: Any, result: Any) -> int:
+        """Of a call with this key, and with the others like it."""
+        if key not in self._known:
+            if len(self._known) >= _MOST_KEYS:
+                self._known.clear()
+            self._known[key] = self._compute_ns(func, args, kwargs, result)
+        return self._known[key]
+
+    def _compute_ns(self, func: Any, args: Any, kwargs: Any, result: Any) -> int:
+        touched = [leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, Tensor)]
+        if not touched:
+            return 1
+        device = _described(touched[0].device)
+        formula = self._formulas.get(func.overloadpacket)
+        flops = int(formula(*args, **kwargs, out_val=result)) if formula else 0
+        dtypes = [str(t.dtype).removeprefix("torch.") for t in touched if t.dtype.is_floating_point]
+        rate = device.peak_flops.get(dtypes[0] if dtypes else "float32", device.peak_flops["float32"])
+        moved = sum(t.numel() * t.element_size() for t in touched)
+        return max(1, round(max(flops / rate, moved / device.bandwidth_bytes_per_s) * 1e9) + device.launch_ns)
+
+
+@functools.cache
+def _described(device: torch.device) -> DeviceDescription:
+    """The description that fits a device best; of a GPU that has none, that of the slowest."""
+    if device.type != "cuda":
+        return DEVICES["cpu"]
+    words = set(torch.cuda.get_device_name(device).replace("-", " ").split())
+    fitting = [each for each in DEVICES.values() if each.words and each.words <= words]
+    return max(fitting, key=lambda each: len(each.words), default=DEVICES["t4"])
