@@ -34,6 +34,15 @@ Every half percent of the keep-all peak, from all of it down to the smallest bud
 
 """
 
+LAYERED = """
+# Random layered graphs
+
+Ten of each kind (`benchmarks/layered.jsonl`, made by `python -m belady.bench_layered`), budgets as shares of the keep-all peak in
+the order they come in, which is random. Free: planned by `annealing`. Kept: by `cutting_stages`, which takes another order where
+nothing fits in that, and then has only the keep-all time for a bound. CPU seconds: median / most.
+
+"""
+
 
 def executed(rows: Sequence[Row]) -> str:
     """What one training step took, each way, under each budget."""
@@ -133,6 +142,38 @@ def stepped(rows: Sequence[Row]) -> str:
     return table(header, lines)
 
 
+def layered(rows: Sequence[Row]) -> str:
+    """One line for each kind of graph, order and budget."""
+    groups: dict[tuple[str, str, str], list[Row]] = {}
+    for row in rows:
+        kind = row["graph"].partition("_")[0]
+        groups.setdefault((row["order"], kind, f"{row['budget_fraction']:.0%}".replace("%", " %")), []).append(row)
+    lines = []
+    for (order, kind, budget), mine in sorted(groups.items(), key=lambda group: (*group[0][:2], -group[1][0]["budget_fraction"])):
+        found = [row for row in mine if row["time_ns"] is not None]
+        overheads, gaps = sorted(row["overhead"] for row in found), sorted(row["gap"] for row in found)
+        reordered = sum(not row["order_kept"] for row in found)
+        lines.append(
+            (
+                kind,
+                str(mine[0]["ops"]),
+                order,
+                budget,
+                f"{len(found)} of {len(mine)}" + (f", {reordered} in another order" if order == "kept" and reordered else ""),
+                middle_and_most(overheads),
+                middle_and_most(gaps),
+                f"{median(row['cpu_s'] for row in mine):.1f} / {max(row['cpu_s'] for row in mine):.1f}",
+            )
+        )
+    header = ("graphs", "ops", "order", "budget", "found", "overhead, median / most", "gap, median / most", "CPU seconds")
+    return table(header, lines)
+
+
+def middle_and_most(shares: Sequence[float]) -> str:
+    """ "1.23 % / 4.56 %", or a dash."""
+    return f"{percent(median(shares))} / {percent(max(shares))}" if shares else "-"
+
+
 def size(size_bytes: int | None) -> str:
     """Bytes for people, or a dash."""
     return "-" if size_bytes is None else format_bytes(size_bytes)
@@ -164,6 +205,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     def work() -> int:
         page = PLANS + planned(read_rows(ROOT / "benchmarks" / "plans.jsonl"))
         page += GRID + stepped(read_rows(ROOT / "benchmarks" / "grid.jsonl")) + "\n"
+        page += LAYERED + layered(read_rows(ROOT / "benchmarks" / "layered.jsonl")) + "\n"
         return publish({readme: with_section(readme, BEGIN, results()), plans: page}, check=check)
 
     return ended("readme_tables", work)
