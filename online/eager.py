@@ -16,6 +16,7 @@ import contextlib
 import functools
 import time
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, cast
 
@@ -37,6 +38,7 @@ from online.recipes import (
     STRIDED,
     Content,
     CostModel,
+    Entry,
     Key,
     Kind,
     Known,
@@ -59,6 +61,7 @@ from planner.simulate import simulate
 
 Holding = Tensor | nn.Module | torch.optim.Optimizer | Mapping[Any, Any] | Iterable[Any]
 
+_NONE: dict[str, Any] = {}  # arguments by name of most calls
 _UNDER_WAY: list[EagerRun] = []  # the run that is under way, if one is
 
 
@@ -103,9 +106,6 @@ def budget(
     return EagerRun(engine, budget_bytes, heuristic, seed, holding, costs)
 
 
-_Entry = tuple[Kind, bool, bool]  # an op: its kind, whether it acts on the world, whether it is in the backward
-
-
 class _Surprise(Exception):
     """An op has made other storages than were foreseen."""
 
@@ -142,7 +142,9 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
         self._unread: list[Known] = []  # contents nobody needs any more
         self._content_of: list[Known | None] = []  # of each storage of the engine
         self._recipe_of: list[weakref.ref[Recipe] | None] = []  # of each op of the engine
-        self._log: list[_Entry] = []  # of each op of the engine
+        self._log: list[Entry] = []  # of each op of the engine
+        self._readers_of: defaultdict[int, list[int]] = defaultdict(list)  # of each storage of the engine; see _readers
+        self._ops_seen = 0
         self._resident: list[int] = []
         self._running: tuple[int, Any, Any, Any, tuple[int, ...], Key] | None = None
         self._result: Any = None
@@ -247,7 +249,7 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
         key: list[Any] = [kind]
         described = self._described
         views = [described(argument, read, key) for argument in args]
-        named = {}
+        named = _NONE
         if kwargs:
             named = {name: described(argument, read, key) for name, argument in kwargs.items()}
         else:
@@ -313,7 +315,9 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
                 sizes = (BOUNDS[kind.name](first),)
         before = tuple([content.size_bytes for content in written]) if written else ()
         copies_bytes = sum([content.size_bytes for content in scratch]) if scratch else 0
-        entry = kind, recipe is None, in_backward()
+        all_sizes = before + sizes if sizes is not None else ()
+        workspace_bytes = copies_bytes if REPLACES_IN_PLACE else copies_bytes + max(sizes or (0,))
+        entry = kind.entries[recipe is None][in_backward()]
         has_run = False
         if sizes is None:
             for s in reads:
@@ -323,17 +327,17 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
             finally:
                 engine.let_go_of_all()
             has_run = True
-        elif engine.fits(reads, sum(before) + sum(sizes) + self._workspace_bytes(sizes, copies_bytes)):
+        elif engine.fits(reads, sum(all_sizes) + workspace_bytes):
             result, made, made_bytes, took_ns = self._timed(key, func, args, kwargs)
             if made_bytes == sizes:
-                op = engine.ran(reads, before + sizes, self._workspace_bytes(sizes, copies_bytes), took_ns)
+                op = engine.ran(reads, all_sizes, workspace_bytes, took_ns)
                 self._log.append(entry)
-                self._bind(op, written, made, recipe, read)
+                self._bind(op, written, made, recipe)
                 return result
             has_run = True
         if not has_run:
             assert sizes is not None
-            op = self._declare(entry, reads, before + sizes, self._workspace_bytes(sizes, copies_bytes))
+            op = self._declare(entry, reads, all_sizes, workspace_bytes)
             self._running = op, func, args, kwargs, sizes, key
             try:
                 self._guarded(kind.name, engine.call, op)
@@ -346,10 +350,11 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
         if has_run:  # now that its sizes are known, what it made is counted and made room for
             made = self._new_storages(result)
             sizes = tuple(map(counted_bytes, made))
-            op = self._declare(entry, reads, before + sizes, self._workspace_bytes(sizes, copies_bytes))
+            workspace_bytes = copies_bytes if REPLACES_IN_PLACE else copies_bytes + max(sizes, default=0)
+            op = self._declare(entry, reads, before + sizes, workspace_bytes)
             self._guarded(kind.name, engine.call, op)
             remember(key, sizes)
-        self._bind(op, written, made, recipe, read)
+        self._bind(op, written, made, recipe)
         return result
 
     def _timed(self, key: Key, func: Any, args: Any, kwargs: Any) -> tuple[Any, list[UntypedStorage], tuple[int, ...], int]:
@@ -358,7 +363,7 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
         result = func(*args, **kwargs)
         took_ns = time.perf_counter_ns() - begin
         made = self._new_storages(result)
-        sizes = tuple([counted_bytes(storage) for storage in made])
+        sizes = (counted_bytes(made[0]),) if len(made) == 1 else tuple([counted_bytes(storage) for storage in made])
         if self._costs == "modelled" or (self._costs is None and made and made[0].device.type == "cuda"):
             took_ns = self._model.time_ns(key, func, args, kwargs, result)
         return result, made, sizes, took_ns
@@ -370,8 +375,8 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
 
     def _look(self, kind: Kind, func: Any, args: Any, kwargs: Any) -> Any:
         """Make views or read numbers: nothing is allocated, but what is read has to be there."""
-        if kind.views and args and isinstance(args[0], Tensor):  # of its first argument, as a rule
-            tensors = [argument for argument in args if isinstance(argument, Tensor)]
+        if kind.of_first and args:
+            tensors = args[:1]
         else:
             tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if len(tensors) == 1:
@@ -396,12 +401,10 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
     def _described(self, argument: Any, read: list[Content], key: list[Any]) -> Any:
         """An argument with views in place of its tensors; adds what is read, and what decides about the sizes of results."""
         if isinstance(argument, Tensor):
-            if argument.layout is not STRIDED:
-                check_layout(argument)
-            storage = argument.untyped_storage()
-            content = self._contents.get(storage._cdata)
+            storage = argument.untyped_storage() if argument.layout is STRIDED else None
+            content = self._contents.get(storage._cdata) if storage is not None else None
             if content is None:
-                content = self._meet(argument)
+                content = self._content(argument)
             read.append(content)
             shape, stride, dtype = argument.shape, argument.stride(), argument.dtype
             key += (shape, stride, dtype)
@@ -432,11 +435,7 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
                 found[self._content(tensor)] = None
         return list(found)
 
-    def _workspace_bytes(self, sizes: tuple[int, ...], copies_bytes: int) -> int:
-        """What an op that makes these sizes needs beside them when it runs again."""
-        return copies_bytes if REPLACES_IN_PLACE else copies_bytes + max(sizes, default=0)
-
-    def _declare(self, entry: _Entry, reads: tuple[int, ...], sizes: tuple[int, ...], workspace_bytes: int) -> int:
+    def _declare(self, entry: Entry, reads: tuple[int, ...], sizes: tuple[int, ...], workspace_bytes: int) -> int:
         """A new op and its storages, in the engine; ``_bind`` says the rest."""
         op = self._engine.declare(reads, sizes, workspace_bytes)
         self._log.append(entry)
@@ -472,9 +471,7 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
         known = self._content_of[s] if s < len(self._content_of) else None
         return None if known is None else known()
 
-    def _bind(
-        self, op: int, written: list[Content], made: list[UntypedStorage], recipe: Recipe | None, read: list[Content]
-    ) -> None:
+    def _bind(self, op: int, written: list[Content], made: list[UntypedStorage], recipe: Recipe | None) -> None:
         """After an op ran: its outputs are where the program has them."""
         outs = self._engine.outputs(op)
         self._place(self._recipe_of, op, None if recipe is None else weakref.ref(recipe))
@@ -492,9 +489,6 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
             content = self._new_content(s, sizes[s], recipe, storage)
             if recipe is None or not storage.resizable():
                 self._keep(content, "")
-        if recipe is not None:
-            for content in read:
-                content.readers.append(op)
         if resized:
             raise InputError("an operator changed the size of a tensor it was to write to; give out= one of the right size")
 
@@ -503,7 +497,10 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
         content = Content(s, size_bytes, recipe)
         known = Known(content, self._unread.append)
         known.number = s
-        self._place(self._content_of, s, known)
+        if s == len(self._content_of):
+            self._content_of.append(known)
+        else:
+            self._place(self._content_of, s, known)
         if recipe is not None:
             recipe.makes.append(known)
         content.at = notice = Notice(storage, self._died.append)
@@ -559,7 +556,7 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
                 assert self.budget_bytes is not None
                 raise BudgetExceeded("what is there from the start", engine.used_bytes, self.budget_bytes)
         else:
-            op = self._declare((GIVEN, True, in_backward()), (), (size,), 0)
+            op = self._declare(GIVEN.entries[True][in_backward()], (), (size,), 0)
             self._guarded("an input", engine.call, op)
             (s,) = engine.outputs(op)
             content = self._new_content(s, size, None, storage)
@@ -606,20 +603,28 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
         stack = [content]
         while stack:
             reader = stack.pop()
-            for op in reader.readers:
-                known = self._recipe_of[op]
+            for op in self._readers(reader):
+                known = self._recipe_of[op] if op < len(self._recipe_of) else None
                 recipe = known() if known is not None else None
                 for made in recipe.makes if recipe is not None else ():
                     other = made()
                     if other is not None and other not in found:
                         found[other] = None
                         stack.append(other)
-            reader.readers = []
         for each in found:
             if each.at is not None:
                 self._keep(each, name)
         for each in found:
             each.made_by = None
+
+    def _readers(self, content: Content) -> list[int]:
+        """The ops that have read it since this was last asked. Found when asked for: most blocks never write to what stays."""
+        engine, readers = self._engine, self._readers_of
+        for op in range(self._ops_seen, engine.ops):
+            for s in engine.inputs(op):
+                readers[s].append(op)
+        self._ops_seen = engine.ops
+        return readers.pop(content.number, [])
 
     # What the engine asks for (``online.engine.Driver``)
 

@@ -508,12 +508,12 @@ class Engine:
         makes: Collection[int] = self._makes[op]
         if len(makes) > 1:
             makes = dict.fromkeys(makes)
+        reads = [s for s in self._reads[op] if ever or not pinned[s]]
         for s in makes:
             relations.cost_ns[s] += time_ns
             self.pool.costlier(s, time_ns)
-            for dep in self._reads[op]:
-                if ever or not pinned[dep]:
-                    relations.link(s, dep)
+            for dep in reads:
+                relations.link(s, dep)
         if len(makes) > 1:
             for s in makes:
                 relations.siblings.setdefault(s, []).extend([other for other in makes if other != s])

@@ -129,6 +129,11 @@ class GrowingEngine(Engine):
         """The time of an op that is running for the first time."""
         self._time_ns[op] = time_ns
 
+    @property
+    def ops(self) -> int:
+        """How many have been declared."""
+        return len(self._inputs)
+
     def inputs(self, op: int) -> tuple[int, ...]:
         """What it reads, repeats included."""
         return self._inputs[op]

@@ -25,10 +25,9 @@ class Content:
     made_by     how to make it again; None: it cannot be made again
     at          the storage of the program that holds it; None once the program has dropped or overwritten it
     floating    where it lies while it is in memory without being at one of the program's storages
-    readers     numbers of the ops that have read it
     """
 
-    __slots__ = ("__weakref__", "at", "floating", "made_by", "number", "readers", "size_bytes")
+    __slots__ = ("__weakref__", "at", "floating", "made_by", "number", "size_bytes")
 
     def __init__(self, number: int, size_bytes: int, made_by: Recipe | None) -> None:
         self.number = number
@@ -36,7 +35,6 @@ class Content:
         self.made_by = made_by
         self.at: Notice | None = None
         self.floating: UntypedStorage | None = None
-        self.readers: list[int] = []
 
     def storage(self) -> UntypedStorage:
         """Where it lies now."""
@@ -170,19 +168,35 @@ class Kind:
     """What is true of every call of an operator.
 
     name     for people and reports; kind: with the overload
-    looks    makes nothing but views and numbers; views: but views
+    looks    makes nothing but views and numbers
+    of_first  the only tensor it is given is its first argument
     written  places of arguments it writes to (a name where it is given by keyword)
     scratch  places of arguments it writes to although what it returns does not depend on them
     gives_back  returns nothing but the tensors it writes to
     random   draws random numbers
     acts     on the outside world, so that it must not run twice
     moves    puts a tensor on another storage or changes the size of one
+    entries  entries[acts][in_backward]: what is noted of a call; each made once
     """
 
-    __slots__ = ("acts", "func", "gives_back", "kind", "looks", "moves", "name", "random", "scratch", "views", "written")
+    __slots__ = (
+        "acts",
+        "entries",
+        "func",
+        "gives_back",
+        "kind",
+        "looks",
+        "moves",
+        "name",
+        "of_first",
+        "random",
+        "scratch",
+        "written",
+    )
 
     def __init__(self, func: Any) -> None:
         self.func = func  # so that its id is not given again
+        self.entries = self._entries()
         self.kind = str(func)
         schema = func._schema
         packet = func.name().partition(".")[0]
@@ -198,10 +212,16 @@ class Kind:
         self.random = torch.Tag.nondeterministic_seeded in func.tags
         self.acts = (not self.written and not schema.returns) or func.namespace in ("c10d", "_c10d_functional")
         self.moves = packet in ("aten::set_", "aten::resize_", "aten::resize_as_")
-        self.views = func.is_view
+        tensors = [at for at, a in enumerate(schema.arguments) if "Tensor" in str(a.type)]
+        self.of_first = tensors == [0] and str(schema.arguments[0].type) == "Tensor"
         makes_views = func.is_view or torch.Tag.inplace_view in func.tags
         self.looks = not self.moves and (makes_views or not (gives_tensors or self.written or self.acts))
 
+    def _entries(self) -> tuple[tuple[Entry, Entry], ...]:
+        return tuple(((self, acts, False), (self, acts, True)) for acts in (False, True))
+
+
+Entry = tuple[Kind, bool, bool]  # a call: its kind, whether it acts on the world, whether it is in the backward
 
 _BATCH_NORMS = frozenset(
     f"aten::{name}"
@@ -233,6 +253,7 @@ class _Given(Kind):
 
     def __init__(self) -> None:
         self.name = self.kind = "input"
+        self.entries = self._entries()
         self.random = False
 
 
