@@ -206,6 +206,8 @@ def anneal(search: Incumbent, annealer: Annealer, moves: int) -> None:
             while done < 1:
                 before += CHUNK
                 clock_share = (time.perf_counter() - round_began) / round_s if round_s else 1.0
+                if clock_share > before / round_moves:  # cooled by the clock: it does not repeat
+                    search.notes["cut_short"] = True
                 next_ = min(1.0, max(before / round_moves, clock_share))
                 annealer.anneal(
                     CHUNK,

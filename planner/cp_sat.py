@@ -58,19 +58,26 @@ def minimise(
     *,
     deadline: float,
     gap: float = 0.0,
+    absolute_gap: int = 0,
+    linearization_level: int = 1,
     workers: int = 1,
     seed: int = 0,
     on_solution: Callable[[list[int]], None] | None = None,
     on_bound: Callable[[int], None] | None = None,
+    meanwhile: Callable[[threading.Event], None] | None = None,
 ) -> Answer:
     """Solve a model whose objective is an integer at least 0 in every solution.
 
-    watch        the variables whose values are wanted
-    deadline     of ``time.perf_counter``
-    gap          stop when (cost - bound) / cost is at most this; the outcome is then SOLVED too
-    workers      threads; with one, the same model and seed give the same answer unless the deadline strikes
-    on_solution  called with the watched values of each better solution, on the caller's thread
-    on_bound     called with each better bound, on the caller's thread
+    watch         the variables whose values are wanted
+    deadline      of ``time.perf_counter``
+    gap           stop when (cost - bound) / cost is at most this; the outcome is then SOLVED too
+    absolute_gap  or when cost - bound is at most this
+    linearization_level  how much of the model CP-SAT's linear relaxation holds, 0 to 2
+    workers       threads; with one, the same model and seed give the same answer unless the deadline strikes
+    on_solution   called with the watched values of each better solution, on the caller's thread
+    on_bound      called with each better bound, on the caller's thread
+    meanwhile     called once, on the caller's thread, while CP-SAT works, with the event that says it is done; the answer comes
+                      when both are
 
     KeyboardInterrupt stops the search and is raised again once the solutions found have been passed on.
     """
@@ -80,6 +87,8 @@ def minimise(
     solver = cp_model.CpSolver()
     solver.parameters.max_time_in_seconds = given_s
     solver.parameters.relative_gap_limit = gap
+    solver.parameters.absolute_gap_limit = absolute_gap
+    solver.parameters.linearization_level = linearization_level
     solver.parameters.num_workers = workers
     solver.parameters.random_seed = seed
     solver.parameters.catch_sigint_signal = False  # Python's handler is to see it
@@ -107,6 +116,8 @@ def minimise(
     thread.start()
     late = deadline + 0.05 * given_s + ABANDON_S
     try:
+        if meanwhile is not None:
+            meanwhile(search.done)
         # The event and not Thread.join: interrupted, that takes a running thread for dead (Python 3.11).
         while not search.done.wait(0.02 if search.young else 0.1) and time.perf_counter() < late:
             if time.perf_counter() > deadline:

@@ -16,6 +16,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+GRACE_SHARE, GRACE_S = 0.05, 0.5  # a solve that much later than its time limit is left behind
+
 
 class Outcome(enum.Enum):
     """What came of a solve."""
@@ -53,9 +55,9 @@ class Milp:
     row_upper: list[float] = field(default_factory=list)
     entries: list[tuple[int, int, float]] = field(default_factory=list)  # row, variable, coefficient
 
-    def binary(self, cost: float = 0.0, lower: float = 0.0) -> int:
+    def binary(self, cost: float = 0.0, lower: float = 0.0, upper: float = 1.0) -> int:
         """A new 0-1 variable; its number."""
-        return self._variable(cost, lower, integer=True)
+        return self._variable(cost, lower, upper, integer=True)
 
     def fraction(self) -> int:
         """A new free-of-charge variable in [0, 1]; its number."""
@@ -100,22 +102,24 @@ class Milp:
         cutoff: float = math.inf,
         node_limit: int | None = None,
         seed: int = 0,
-        meanwhile: Callable[[], None] | None = None,
+        meanwhile: Callable[[threading.Event], None] | None = None,
     ) -> Answer:
         """Solve with HiGHS.
 
         gap         stop when cost - bound is at most this (absolute)
         cutoff      only solutions below this matter; proving that there is none ends the solve with CUT_OFF
         node_limit  stop after this many branch-and-bound nodes: a limit that does not depend on the machine
-        meanwhile   called once, while HiGHS works on a thread of its own; the answer comes when both are done
+        meanwhile   called once, while HiGHS works on a thread of its own, with the event that says it is done; the answer
+                    comes when both are
         """
         proto = self.proto()
         began = time.perf_counter()
-        result = _run(proto, _parameters(time_limit_s, gap, cutoff, node_limit, seed), meanwhile)
+        result = _run(proto, _parameters(time_limit_s, gap, cutoff, node_limit, seed), time_limit_s, meanwhile)
         if _infeasible(result):
             # HiGHS's presolve has called feasible models infeasible, so its word is asked for again without presolve.
             left_s = time_limit_s - (time.perf_counter() - began)
-            result = _run(proto, _parameters(left_s, gap, cutoff, node_limit, seed, presolve=False)) if left_s > 0 else None
+            again = _parameters(left_s, gap, cutoff, node_limit, seed, presolve=False)
+            result = _run(proto, again, left_s) if left_s > 0 else None
         if result is None:
             return Answer(Outcome.STOPPED, None, math.inf, -math.inf)
         return self._answer(result, cutoff)
@@ -216,8 +220,12 @@ def _wait() -> None:
         done.wait()
 
 
-def _run(proto: Any, parameters: Any, meanwhile: Callable[[], None] | None = None) -> Any:
-    """Solve on a daemon thread, which an interrupted caller leaves behind. None where HiGHS gives up over its numerics."""
+def _run(proto: Any, parameters: Any, time_limit_s: float, meanwhile: Callable[[threading.Event], None] | None = None) -> Any:
+    """Solve on a daemon thread, which is left behind on Ctrl-C, and where HiGHS does not look at its clock (in presolve, say).
+
+    None then, and where HiGHS gives up over its numerics.
+    """
+    late = time.perf_counter() + (1 + GRACE_SHARE) * time_limit_s + GRACE_S
     results: list[Any] = []
     errors: list[BaseException] = []
     done = threading.Event()  # and not Thread.join: interrupted, that takes a running thread for dead (Python 3.11)
@@ -250,9 +258,11 @@ def _run(proto: Any, parameters: Any, meanwhile: Callable[[], None] | None = Non
     try:
         thread.start()
         if meanwhile is not None:
-            meanwhile()
+            meanwhile(done)
         while not done.wait(0.1):
-            pass
+            if time.perf_counter() > late:
+                leave_behind(done)
+                return None
     except BaseException:
         leave_behind(done)
         raise

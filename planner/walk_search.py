@@ -8,17 +8,19 @@ whose memory need not fit: a MILP's solution, a chain of blocks, an online run.
 
 from __future__ import annotations
 
+import copy
 import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 import numba
 import numpy as np
 
 from graphs.ir import Graph
 from planner.list_walk import Flags, Floats, Ints, ListWalk, Route, Walked
+from planner.loading import undisturbed
 
 FAR = (0.0, 0.5, 1.0, 2.0)  # exponents of the distance to the next read
 BACKWARD = (1.0, 30.0)  # factors of what the backward pass makes: by then most of what it came from is gone
@@ -66,6 +68,7 @@ class WalkSearch:
     """
 
     def __init__(self, graph: Graph, budget_bytes: int, seed: int) -> None:
+        _load()
         self._walk = ListWalk(graph, budget_bytes)
         self._ops = len(graph.ops)
         self._values = len(graph.values)
@@ -77,6 +80,13 @@ class WalkSearch:
         self._leads: list[_Lead] = []
         self.runs: Ints | None = None
         self.time_ns = math.inf
+
+    def copy(self) -> WalkSearch:
+        """One that goes on from here by itself."""
+        other = copy.copy(self)
+        other._leads = list(self._leads)
+        other._random = copy.deepcopy(self._random)
+        return other
 
     def start(self, *, deadline: float = math.inf) -> None:
         """Follow the graph order, with the graph's outputs held once they are made or not.
@@ -230,6 +240,13 @@ class WalkSearch:
         """What ``count`` ops from ``op`` on make."""
         walk = self._walk
         return walk.outputs[walk.out_rows[op] : walk.out_rows[min(op + count, self._ops)]]
+
+
+@cache
+def _load() -> None:
+    """Have the compiled code loaded, where Ctrl-C cannot come in between."""
+    one = np.zeros(1, np.int64)
+    undisturbed(lambda: _dearer(one, 1.0, np.ones(1), one, np.zeros(2, np.int64), one, np.zeros(2, np.int64), one))
 
 
 @numba.njit(cache=True)

@@ -20,14 +20,19 @@ def knapsack(count: int = 30) -> Milp:
 def test_something_else_runs_meanwhile_and_changes_nothing() -> None:
     alone = knapsack().minimise(time_limit_s=20.0)
     threads: list[str] = []
-    together = knapsack().minimise(time_limit_s=20.0, meanwhile=lambda: threads.append(threading.current_thread().name))
+
+    def note(done: threading.Event) -> None:
+        threads.append(threading.current_thread().name)
+        assert done.wait(20.0)
+
+    together = knapsack().minimise(time_limit_s=20.0, meanwhile=note)
     assert threads == [threading.main_thread().name]
     assert alone.outcome is Outcome.SOLVED
     assert together == alone
 
 
 def test_what_fails_meanwhile_reaches_the_caller() -> None:
-    def fail() -> None:
+    def fail(done: threading.Event) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import itertools
 import math
+import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
@@ -34,17 +35,21 @@ if TYPE_CHECKING:
 METHOD = "cutting_stages"
 SHRINK = (0.97, 0.94, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5)  # budgets of the one-event MILPs that list walks follow
 NEW_PER_ROUND = 2  # events or rows added a round at most
-WORK = 100_000  # ops that list walks may run in the first round; twice as many in each further one, up to
-MOST_WORK = 1_600_000
+# Ops that list walks run while a MILP is solved: about what it takes as long as, which grows with its variables, faster than they
+# do, but at first (easy budgets) and at most (hard ones) so many:
+WORK, WORK_VARIABLES, FIRST_WORK, MORE_WORK, MOST_WORK = 100_000, 1_000, 400_000, 4, 25_000_000
+BEYOND_WORK = 2_000_000  # between two looks at the clock where a MILP takes longer
 BLOCKS_ROUND, BLOCKS_SHARE = 3, 0.15  # blocks are tried after this many rounds, for this share of the time that is left
 PEBBLE_STATES, PEBBLE_SHARE = 20_000, 0.15  # sets of values to visit, share of the time left, at most, where nothing fits so far
 ANNEAL_SHARE, ANNEAL_MOVES = 0.4, 8_000_000  # of the time that is left at most, where nothing fits so far or any order will do
 LAST_S = 0.5  # for list walks where there was no time to look for anything
 IDLE_ROUNDS = 4  # stop after as many searches in a row that found nothing
+FIRST_SHARE = 0.4  # of the time for the first MILP at most, so that some is left for walks even where nothing comes of it
 NODES = 2_000  # branch-and-bound nodes of one MILP at most
-SMALL, MILP_SHARE = 4_000, 0.5  # a MILP of more variables gets this share of the time that is left; the rest is the list walks'
+SAT_VARIABLES = 2_000  # 0-1 variables of a MILP up to which CP-SAT is faster than HiGHS
 CHEAP_ROUNDS, CHEAP_VARIABLES = 3, 1_500  # what is this small is solved more exactly than asked:
 EXACT = 0.02  # to this share of the asked gap
+COARSE = 0.1  # and what is not, first to this share of the distance between bound and incumbent
 
 
 def solve(
@@ -69,8 +74,8 @@ def solve(
     The status is INFEASIBLE only where no schedule in any order fits; where none with this order does, it is UNKNOWN and
     ``notes["stopped"]`` says so. A schedule in another order has the keep-all time as its bound; ``notes["order_bound_ns"]`` has
     what is proved about the graph's own.
-    Unless the time limit struck (``notes["stopped"]``, or ``notes["cut_short"]`` for a single MILP), the same arguments give the
-    same plan.
+    Unless the time limit struck (``notes["stopped"]``, or ``notes["cut_short"]`` for a part of the search), the same arguments
+    give the same plan.
     """
     search = _Search(graph, budget_bytes, gap, time_limit_s, progress, seed=seed)
     try:
@@ -78,8 +83,7 @@ def solve(
     except KeyboardInterrupt:
         search.notes["stopped"] = "interrupted"
     if search.best is None and "infeasible" not in search.notes:  # no time for more
-        search.walks.start(deadline=max(search.deadline, time.perf_counter() + LAST_S))
-        search.take_walk()
+        search.begin_walks(time.perf_counter() + LAST_S)
     bound_ns = search.bound_ns
     if search.best is not None and search.time_ns is not None:
         if in_graph_order(computes(search.best)):
@@ -113,16 +117,13 @@ def _rounds(search: _Search, tightest: int) -> bool:
     graph, closed_graph = search.graph, with_end(search.graph)
     events, inside = [tightest], list[Inside]()
     finest_ns = EXACT * search.gap * search.base
-    tolerance_ns, share = finest_ns, MILP_SHARE
+    tolerance_ns = finest_ns
     for round_ in itertools.count(1):
         model = stage_model(closed_graph, search.budget_bytes, events, inside)
         cheap = round_ <= CHEAP_ROUNDS and len(model.milp.cost) <= CHEAP_VARIABLES
         aim = EXACT * search.gap if cheap else search.gap
-        limit_s = (1.0 if len(model.milp.cost) <= SMALL else share) * search.left_s
-        until = time.perf_counter() + limit_s
-        work = min(WORK * 2 ** (round_ - 1), MOST_WORK)
-        meanwhile = partial(search.walks.improve, work, deadline=until) if round_ > 1 else None
-        answer = _minimise(search, model, finest_ns if cheap else tolerance_ns, aim, limit_s, meanwhile)
+        work = min(WORK * (len(model.milp.cost) / WORK_VARIABLES) ** 2, FIRST_WORK * MORE_WORK ** (round_ - 2), MOST_WORK)
+        answer = _minimise(search, model, finest_ns if cheap else tolerance_ns, aim, int(work) if round_ > 1 else 0)
         search.notes.update(events=len(events), inside_rows=len(inside), rounds=round_)
         if answer.outcome is Outcome.INFEASIBLE:
             if inside:  # schedules outside of that space may fit
@@ -131,47 +132,40 @@ def _rounds(search: _Search, tightest: int) -> bool:
                 search.notes["stopped"] = "no schedule with this order of first executions fits"
             return False
         search.raise_bound(model.bound_ns(answer), restricted=bool(inside))
-        if answer.values is None:
-            return not search.done()
-        cut_short = answer.outcome is Outcome.STOPPED and time.perf_counter() >= until
-
-        sequence = walk(model, model.kept(answer))
-        schedule = with_frees(graph, sequence)
-        search.offer(schedule, "walk")
+        if answer.values is not None:
+            sequence = walk(model, model.kept(answer))
+            schedule = with_frees(graph, sequence)
+            search.offer(schedule, "walk")
         if search.done(aim):
             return False
         if round_ == BLOCKS_ROUND:
             share_s = BLOCKS_SHARE * search.left_s
-            chained, _ = block_schedule(graph, search.budget_bytes, time_limit_s=share_s, seed=search.seed)
+            chained, told = block_schedule(graph, search.budget_bytes, time_limit_s=share_s, seed=search.seed)
+            search.tell_cut_short("cut_short" in told or told.get("stopped") == "time limit")
             if chained is not None:
                 search.offer(chained, "blocks")
                 search.follow(list(computes(chained)))
         if round_ == 1:
-            search.walks.start(deadline=search.deadline)
+            search.begin_walks(search.deadline)
             if search.best is not None:
                 search.follow(list(computes(search.best)))
-            _guide(search, closed_graph, tightest)
+            if answer.values is not None:
+                _guide(search, closed_graph, tightest)
             if search.time_ns is None and not _pebble(search):
                 return False
             if search.time_ns is None and not search.done():
                 _anneal(search)
+        if answer.values is None:
+            return not search.done()
         search.follow(sequence)
-        search.walks.improve(work, deadline=search.deadline)
-        search.take_walk()
         if search.done(aim):
             return False
-        if cut_short:  # list walks get their share, and the same MILP what they leave
-            search.notes["cut_short"], share = True, 1.0
-            _search_on(search)
-            if search.done():
-                return False
-            continue
 
         more_events, more_inside = _missing(search, schedule, events, inside)
         events = sorted((*events, *more_events))
         inside.extend(more_inside)
         if more_events or more_inside:
-            tolerance_ns = max(finest_ns, 0.25 * search.distance_ns)
+            tolerance_ns = max(finest_ns, COARSE * search.distance_ns)
         elif tolerance_ns > finest_ns:
             tolerance_ns = max(finest_ns, 0.1 * tolerance_ns)
         else:
@@ -181,7 +175,9 @@ def _rounds(search: _Search, tightest: int) -> bool:
 
 def _pebble(search: _Search) -> bool:
     """Nothing fits so far: ask how little any schedule needs. False where that is more than the budget."""
-    proved_bytes, schedule = least_peak(search.graph, states=PEBBLE_STATES, time_limit_s=PEBBLE_SHARE * search.left_s)
+    until = time.perf_counter() + PEBBLE_SHARE * search.left_s
+    proved_bytes, schedule = least_peak(search.graph, states=PEBBLE_STATES, time_limit_s=until - time.perf_counter())
+    search.tell_cut_short(time.perf_counter() >= until)
     if proved_bytes > search.budget_bytes:
         search.notes["infeasible"] = "no schedule in any order fits, however the ops are arranged"
         search.notes["least_bytes"] = proved_bytes
@@ -198,6 +194,7 @@ def _anneal(search: _Search) -> None:
     try:
         anneal(found, Annealer(graph, range(len(graph.ops)), search.budget_bytes, search.seed, keep_order=False), ANNEAL_MOVES)
     finally:
+        search.tell_cut_short("cut_short" in found.notes)
         if found.best is not None:
             search.offer(found.best, "annealing, in another order")
 
@@ -224,26 +221,45 @@ def _search_on(search: _Search) -> None:
         idle = 0 if search.walks.time_ns < before else idle + 1
 
 
-def _minimise(
-    search: _Search,
-    model: StageModel,
-    tolerance_ns: float,
-    aim: float,
-    limit_s: float,
-    meanwhile: Callable[[], None] | None,
-) -> Answer:
-    """Solve the MILP to a tolerance; costs from which on the gap is closed to ``aim`` need not be told apart."""
+def _minimise(search: _Search, model: StageModel, tolerance_ns: float, aim: float, work: int) -> Answer:
+    """Solve the MILP to a tolerance; costs from which on the gap is closed to ``aim`` need not be told apart.
+
+    Meanwhile, list walks are improved with so much work. Where the MILP takes longer, they go on, but what comes of that
+    counts only if the clock ends the solve: how far they get depends on the machine.
+    """
     cutoff = math.inf
     if search.time_ns is not None:
-        cutoff = ((1 - aim) * search.time_ns - search.base) / model.unit_ns + 0.01
-    return model.milp.minimise(
-        time_limit_s=limit_s,
+        cutoff = ((1 - aim) * search.time_ns - search.base) / model.unit_ns
+        cutoff += 0.01 + 2e-6 * abs(cutoff)  # what ``bound_ns`` takes off for tolerances
+    minimise = partial(model.milp.minimise, node_limit=NODES)
+    if sum(model.milp.integer) <= SAT_VARIABLES:
+        from planner import pseudo_boolean  # many budgets need none, and CP-SAT takes time to load
+
+        minimise = partial(pseudo_boolean.minimise, model.milp)
+    beyond: WalkSearch | None = None
+
+    def walk_on(solved: threading.Event) -> None:
+        nonlocal beyond
+        search.walks.improve(work, deadline=search.deadline)
+        search.take_walk()
+        beyond = search.walks.copy()
+        while not solved.is_set() and time.perf_counter() < search.deadline:
+            beyond.improve(BEYOND_WORK, deadline=search.deadline)
+
+    share = 1.0 if work else FIRST_SHARE
+    until = time.perf_counter() + share * search.left_s
+    answer = minimise(
+        time_limit_s=until - time.perf_counter(),
         gap=tolerance_ns / model.unit_ns,
         cutoff=cutoff,
-        node_limit=NODES,
         seed=search.seed,
-        meanwhile=meanwhile,
+        meanwhile=walk_on if work else None,
     )
+    search.tell_cut_short(answer.outcome is Outcome.STOPPED and time.perf_counter() >= until)
+    if beyond is not None and time.perf_counter() >= search.deadline:
+        search.walks = beyond
+        search.take_walk()
+    return answer
 
 
 def _missing(
@@ -295,6 +311,7 @@ class _Search(Incumbent):
     """What is known so far, and the list walks."""
 
     seed: int
+    begun: bool = field(default=False, init=False)
 
     @cached_property
     def walks(self) -> WalkSearch:
@@ -315,6 +332,18 @@ class _Search(Incumbent):
     def distance_ns(self) -> float:
         """From the best bound to the best schedule; without a schedule, 1 % of the keep-all time."""
         return 0.01 * self.base if self.time_ns is None else self.time_ns - self.searched_ns
+
+    def tell_cut_short(self, is_so: bool) -> None:
+        """Note that the clock ended some part of the search, so that it may not repeat."""
+        if is_so:
+            self.notes["cut_short"] = True
+
+    def begin_walks(self, deadline: float) -> None:
+        """Walk along the graph order, once."""
+        if not self.begun:
+            self.walks.start(deadline=deadline)
+            self.begun = True
+            self.take_walk()
 
     def follow(self, sequence: Sequence[int]) -> None:
         """Let list walks begin from a sequence with first executions in graph order: of others nothing is proved."""
