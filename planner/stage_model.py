@@ -30,7 +30,8 @@ The spans say nothing new about whole numbers. Without them the LP re-runs an op
 for half of its inputs each time, so that more events make it weaker; with them it is no weaker than each event alone.
 
 What cannot matter has no variable: an op with an effect has no R; a value that nothing after t_j can need, not even through
-re-runs, no K. Values that are tiny even all together count as kept for free (the bound stays a bound).
+re-runs, no K. Values that are tiny even all together count as kept for free (the bound stays a bound). Where there are no
+inside rows, K is 0 for a value that is kept only to make something no larger from it alone: keep that instead (``_passing``).
 """
 
 from __future__ import annotations
@@ -103,7 +104,11 @@ def stage_model(graph: Graph, budget_bytes: int, events: Sequence[int], inside: 
     running = [{x for x in (*graph.ops[t].inputs, *graph.ops[t].outputs) if producer[x] >= 0} for t in events]
 
     # Variables, with the running rows as lower bounds of K.
-    keep = tuple({x: milp.binary(lower=float(x in running[j])) for x in sorted(needed[j])} for j in range(len(events)))
+    passing = {} if inside else _passing(graph)
+    keep = tuple(
+        {x: milp.binary(lower=float(x in running[j]), upper=float(passing.get(x, t) >= t)) for x in sorted(needed[j])}
+        for j, t in enumerate(events)
+    )
     rerun = tuple(
         {v: milp.binary(cost=graph.ops[v].time_ns / unit_ns) for v in makers if not graph.ops[v].effect}
         for makers in (sorted({producer[x] for x in need}) for need in needed)
@@ -226,6 +231,26 @@ def walk(model: StageModel, kept: Sequence[frozenset[int]]) -> list[int]:
             present.intersection_update({*graph.resident, *kept[j], *model.tiny, *op.inputs})
         present.update(op.outputs)
     return runs[:-1]
+
+
+def _passing(graph: Graph) -> dict[int, int]:
+    """Values that need not be kept once their only reader has run for the first time, with that reader.
+
+    It reads nothing else that is not resident, and what it makes takes no more bytes. So wherever a solution keeps the value
+    and runs the reader again later, it may as well run the reader when the value is made again, and keep what that makes
+    instead: no more bytes between, and the same runs or fewer.
+    """
+    size = [value.size_bytes for value in graph.values]
+    passing = {}
+    for x, v in enumerate(graph.producer):
+        if v < 0 or len(graph.consumers[x]) != 1:
+            continue
+        u = graph.consumers[x][0]
+        reader = graph.ops[u]
+        fed = all(y in graph.ops[v].outputs or graph.producer[y] < 0 for y in reader.inputs)
+        if fed and reader.outputs and not reader.effect and sum(size[y] for y in reader.outputs) <= size[x]:
+            passing[x] = u
+    return passing
 
 
 def _needed(graph: Graph, t: int, tiny: frozenset[int]) -> set[int]:

@@ -1,17 +1,21 @@
 """Cutting stages: against brute force, against published optima, and its promises about time and interruption."""
 
 import time
+from dataclasses import replace
 from pathlib import Path
+from random import Random
 
 import pytest
 
-from graphs import Graph
+import planner.stage_model
+from graphs import Graph, Op, Value
 from graphs.importers import load_checkmate
 from graphs.synthetic import chain, random_layered, random_training
 from planner import Status, keep_all, plan, simulate, solve
 from planner.bounds import least_bytes, smallest_known
+from planner.methods import cutting_stages
 from planner.schedule import computes
-from planner.stage_model import stage_model
+from planner.stage_model import stage_model, with_end
 from tests.interruption import interrupted
 from tests.oracles import least_budget, least_time
 from tests.strategies import random_budget, random_graph
@@ -126,6 +130,65 @@ def test_published_instances_at_their_solved_budgets(data: Path, name: str, giga
 def test_vgg16_in_seven_gigabytes_is_refused(data: Path) -> None:
     graph = load_checkmate(data / "checkmate_instances" / "vgg16_176.json")
     assert solve(graph, 7 * GB).status is Status.INFEASIBLE
+
+
+@pytest.mark.parametrize("part", ["CP-SAT", "HiGHS", "passing", "blocks"])
+def test_without_some_part_the_optimum_is_the_same(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if part == "passing":
+        monkeypatch.setattr(planner.stage_model, "_passing", lambda graph: {})
+    elif part == "blocks":
+        monkeypatch.setattr(cutting_stages, "BLOCKS_ROUND", 0)
+    else:
+        monkeypatch.setattr(cutting_stages, "SAT_VARIABLES", 0 if part == "CP-SAT" else 10**9)
+    checked = 0
+    for seed in range(30):
+        graph = random_graph(seed)
+        budget_bytes = random_budget(graph, seed)
+        best = least_time(graph, budget_bytes, keep_order=True)
+        found = solve(graph, budget_bytes, gap=0.0, time_limit_s=5)
+        if best is not None and "order" not in found.notes:
+            assert found.bound_ns is not None and found.time_ns is not None, seed
+            assert found.bound_ns <= best[0] <= found.time_ns, seed
+            checked += found.time_ns == best[0]
+    assert checked >= 20
+
+
+def test_what_only_passes_on_need_not_be_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values that one op reads alone, to make no more bytes of them: the optimum is the same where they are never kept."""
+    fewer = 0
+    for seed in range(60):
+        graph = with_end(random_passing(seed))
+        draw = Random(seed)
+        budget_bytes = int(draw.uniform(0.4, 0.9) * simulate(graph, keep_all(graph)).peak_bytes)
+        events = sorted(draw.sample(range(len(graph.ops) - 1), 3))
+        costs = []
+        for off in (False, True):
+            with monkeypatch.context() as patched:
+                if off:
+                    patched.setattr(planner.stage_model, "_passing", lambda graph: {})
+                model = stage_model(graph, budget_bytes, events)
+                answer = model.milp.minimise(time_limit_s=20.0)
+                costs.append((answer.outcome, pytest.approx(answer.cost)))
+                fewer += not off and min(model.milp.upper) == 0
+        assert costs[0] == costs[1], seed
+    assert fewer >= 40
+
+
+def random_passing(seed: int) -> Graph:
+    """A random training graph in which every other forward value goes through one more op that makes something no larger."""
+    draw = Random(seed)
+    base = random_training(draw.randint(3, 6), seed)
+    values, ops = list(base.values), []
+    for op in base.ops:
+        x = op.outputs[0] if op.outputs else None
+        if x is None or x in base.outputs or draw.random() < 0.5:
+            ops.append(op)
+            continue
+        raw = len(values)
+        values.append(Value(f"raw_{raw}", values[x].size_bytes + draw.choice((0, 1))))
+        ops.append(replace(op, name=f"{op.name}_raw", outputs=(raw, *op.outputs[1:])))
+        ops.append(Op(f"{op.name}_pass", (raw,), (x,), draw.randint(1, 9), backward=op.backward))
+    return replace(base, values=tuple(values), ops=tuple(ops))
 
 
 def test_the_bound_grows_with_the_events_and_shrinks_with_the_budget() -> None:
