@@ -45,7 +45,7 @@ def test_the_optimum_is_that_of_highs(whole: bool) -> None:
 
 
 def test_a_cutoff_is_proved_or_undercut() -> None:
-    milp = covering(1, whole=False)
+    milp = covering(2, whole=False)
     best = pseudo_boolean.minimise(milp, time_limit_s=20.0).cost
     below = pseudo_boolean.minimise(milp, time_limit_s=20.0, cutoff=best - 0.1)
     assert (below.outcome, below.values, below.bound) == (Outcome.CUT_OFF, None, best - 0.1)
@@ -85,7 +85,7 @@ def test_something_else_runs_meanwhile() -> None:
         threads.append(threading.current_thread().name)
         assert done.wait(20.0)
 
-    milp = covering(1, whole=True)
+    milp = covering(2, whole=True)
     assert pseudo_boolean.minimise(milp, time_limit_s=20.0, meanwhile=note) == pseudo_boolean.minimise(milp, time_limit_s=20.0)
     assert threads == [threading.main_thread().name]
 
