@@ -7,6 +7,7 @@ import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any, cast
 
 import torch
@@ -65,6 +66,7 @@ __all__ = [
     "in_backward",
     "is_operator",
     "is_traceable_wrapper_subclass",
+    "kept_from_compiler",
     "keystr",
     "no_dispatch",
     "quiet_stand_ins",
@@ -144,6 +146,16 @@ def replace_content(storage: UntypedStorage, content: UntypedStorage) -> None:
     else:
         storage.resize_(content.nbytes())
         storage.copy_(content)
+
+
+def kept_from_compiler(function: FunctionType) -> bool:
+    """Have the compiler leave a function alone, and whatever it calls, at no cost to its calls. Whether that could be done."""
+    try:
+        from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+    except ImportError:  # it came with torch 2.7
+        return False
+    set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
+    return True
 
 
 def in_backward() -> bool:

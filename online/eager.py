@@ -18,6 +18,7 @@ import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import FunctionType
 from typing import Any, cast
 
 import torch
@@ -28,7 +29,14 @@ from torch.overrides import TorchFunctionMode
 
 from graphs.errors import BudgetExceeded, InputError, NoScheduleFound
 from graphs.ir import Graph, Op, Value
-from graphs.torch_private import REPLACES_IN_PLACE, TorchDispatchMode, in_backward, replace_content, tree_leaves
+from graphs.torch_private import (
+    REPLACES_IN_PLACE,
+    TorchDispatchMode,
+    in_backward,
+    kept_from_compiler,
+    replace_content,
+    tree_leaves,
+)
 from online.engine import Counters, OutOfMemory, Release, Thrashed
 from online.growing import GrowingEngine
 from online.pauses import old_objects_left_alone
@@ -757,12 +765,18 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, run: EagerRun) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._call = run.call
-        # On the instance, as PyTorch wraps what the class has, which takes 2 us a call. What the wrapper does, telling the
-        # compiler to stay out, is not needed: it stays out wherever a dispatch mode is active.
-        self.__torch_dispatch__ = self._handle  # type: ignore[method-assign]
+        if _LEFT_ALONE:
+            self.__torch_dispatch__ = self._handle  # type: ignore[method-assign]
 
     def _handle(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self._call(func, args, kwargs)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._call(func, args, kwargs)
+
+
+# What the class has PyTorch wraps, to tell the compiler to stay out, and that takes 2 us a call; telling it once takes none.
+_LEFT_ALONE = kept_from_compiler(cast(FunctionType, _Operators._handle))
 
 
 # Methods that read a tensor without an operator call: those that leave something behind that goes on reading, and the others.

@@ -566,3 +566,18 @@ def test_it_is_found_where_it_belongs() -> None:
     with online.budget("1 MiB") as run:
         torch.ones(3).add_(1)
     assert run.budget_bytes == 2**20
+
+
+def test_the_compiler_stays_out_of_a_block() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(8, 8), nn.Tanh()))), torch.randn(64, 8)
+    with budget(None, holding=(model, x)) as plain:
+        model(x).sum().backward()
+    want = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    compiled = torch.compile(model.forward, backend="eager")
+    with budget(int(0.85 * plain.peak_bytes), holding=(model, x)) as run:
+        compiled(x).sum().backward()
+    assert run.counters.evictions > 0
+    assert [op.kind for op in run.graph.ops] == [op.kind for op in plain.graph.ops]
+    assert all(torch.equal(a, b.grad) for a, b in zip(want, model.parameters(), strict=True))  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from graphs.errors import InfeasibleBudget, InputError
 from graphs.ir import Graph, Op, Value
-from online import HEURISTICS, Release, RunStatus, run
+from online import HEURISTICS, Release, RunStatus, run, runtime
 from online.engine import Engine, Option
 from planner.bounds import least_bytes
 from planner.result import Status
@@ -65,6 +66,24 @@ def test_an_eviction_and_its_rebuild() -> None:
     assert (done.counters.evictions, done.counters.recomputations, done.counters.recomputed_ns) == (1, 1, 1)
     assert done.counters.released == 4
     assert done.counters.deepest == 2  # f4 waits for f0
+
+
+def test_the_engine_is_held_against_simulate_when_numbers_are_asked_for() -> None:
+    done = run(skip(), 30, heuristic="dtr")
+    with pytest.raises(AssertionError, match="disagree"):
+        _ = replace(done, told=(32, 29)).peak_bytes
+    with pytest.raises(AssertionError, match="disagree"):
+        _ = replace(done, told=(31, 30)).overhead
+
+
+def test_what_is_known_of_a_graph_goes_with_it() -> None:
+    graph = skip()
+    number = id(graph)
+    assert run(graph, 30, heuristic="dtr").schedule == run(graph, 30, heuristic="dtr").schedule
+    assert number in runtime._known
+    del graph
+    gc.collect()
+    assert number not in runtime._known
 
 
 def test_without_pressure_it_is_keep_all() -> None:
