@@ -101,25 +101,29 @@ class WalkSearch:
                     if not self._leads or time.perf_counter() < deadline:
                         self._settle(self._walk.follow(plain, far=far, weights=weights), far, deadline)
 
-    def follow(self, runs: Sequence[int], *, deadline: float = math.inf) -> None:
+    def follow(self, runs: Sequence[int], work: int = 0, *, deadline: float = math.inf) -> None:
         """Follow a sequence that holds every op, in a valid order of first executions; its memory need not fit.
 
+        work      for changes of what this leads to, before it is compared with older leads, on which more was spent
         deadline  as ``time.perf_counter`` tells it; no walk begins after it
         """
         route = self._walk.route(runs)
+        found = []
         for far in FAR:
             if time.perf_counter() < deadline:
-                self._settle(self._walk.follow(route, far=far), far, deadline)
+                found.append(self._settle(self._walk.follow(route, far=far), far, deadline))
+        if found and work:
+            self._grow(min(found, key=lambda lead: lead.merit), work, deadline)
 
     def improve(self, work: int, *, deadline: float = math.inf) -> None:
         """Try changes of the leads until about ``work`` ops have run (in walks, not in the world), or the clock says so.
 
         deadline  as ``time.perf_counter`` tells it; a search that it ends does not repeat
         """
-        for lead in [lead for lead in self._leads if lead.stuck and self._values]:  # of another, there is nothing to change
-            self._climb(lead, work // len(self._leads), deadline)
+        for lead in list(self._leads):
+            self._grow(lead, work // len(self._leads), deadline)
 
-    def _settle(self, walked: Walked, far: float, deadline: float) -> None:
+    def _settle(self, walked: Walked, far: float, deadline: float) -> _Lead:
         """Follow a walk's own route again until that changes nothing, and take it for a lead."""
         for _ in range(ROUNDS):
             if not walked.complete or time.perf_counter() >= deadline:
@@ -128,7 +132,9 @@ class WalkSearch:
             if again.time_ns >= walked.time_ns:
                 break
             walked = again
-        self._take(self._lead(walked))
+        lead = self._lead(walked)
+        self._take(lead)
+        return lead
 
     def _lead(self, walked: Walked) -> _Lead:
         route = self._walk.route(walked.runs)
@@ -136,14 +142,17 @@ class WalkSearch:
 
     def _take(self, lead: _Lead, instead: _Lead | None = None) -> None:
         """Keep a lead where it is among the best, of those with the same merit only one."""
-        if instead is not None:
+        if instead in self._leads:
             self._leads.remove(instead)
         if all(lead.merit != other.merit for other in self._leads):
             self._leads = sorted((*self._leads, lead), key=lambda one: one.merit)[:LEADS]
         if lead.complete and lead.time_ns < self.time_ns:
             self.runs, self.time_ns = lead.route.runs[:-1], lead.time_ns
 
-    def _climb(self, start: _Lead, work: int, deadline: float) -> None:
+    def _grow(self, start: _Lead, work: int, deadline: float) -> None:
+        """Change a lead for so much work, and keep the best of what comes of it instead."""
+        if not start.stuck or not self._values:  # there is nothing to change
+            return
         best = lead = start
         rng = self._random
         heat_ns = HEAT * (start.time_ns - self._keep_all_ns) if start.complete else 0.0

@@ -41,7 +41,9 @@ WORK, WORK_VARIABLES, FIRST_WORK, MORE_WORK, MOST_WORK = 100_000, 1_000, 400_000
 BEYOND_WORK = 2_000_000  # between two looks at the clock where a MILP takes longer
 BLOCKS_ROUND, BLOCKS_SHARE = 3, 0.15  # blocks are tried after this many rounds, for this share of the time that is left
 PEBBLE_STATES, PEBBLE_SHARE = 20_000, 0.15  # sets of values to visit, share of the time left, at most, where nothing fits so far
-ANNEAL_SHARE, ANNEAL_MOVES = 0.4, 8_000_000  # of the time that is left at most, where nothing fits so far or any order will do
+# Annealing, of the time that is left at most. It is for graphs without a backward pass, on which list walks do poorly, for
+# budgets where nothing fits so far, and where any order will do.
+ANNEAL_SHARE, ANNEAL_MOVES = 0.4, 8_000_000
 LAST_S = 0.5  # for list walks where there was no time to look for anything
 IDLE_ROUNDS = 4  # stop after as many searches in a row that found nothing
 FIRST_SHARE = 0.4  # of the time for the first MILP at most, so that some is left for walks even where nothing comes of it
@@ -49,7 +51,7 @@ NODES = 2_000  # branch-and-bound nodes of one MILP at most
 SAT_VARIABLES = 2_000  # 0-1 variables of a MILP up to which CP-SAT is faster than HiGHS
 CHEAP_ROUNDS, CHEAP_VARIABLES = 3, 1_500  # what is this small is solved more exactly than asked:
 EXACT = 0.02  # to this share of the asked gap
-COARSE = 0.1  # and what is not, first to this share of the distance between bound and incumbent
+COARSE, SAT_COARSE = 0.25, 0.1  # and what is not, first to this share of the distance between bound and incumbent
 
 
 def solve(
@@ -104,7 +106,7 @@ def _run(search: _Search, start: Schedule | None, any_order: bool) -> None:
     if start is not None:
         search.offer(start, "start")
     if any_order and not search.done():
-        _anneal(search)
+        _anneal(search, keep_order=False)
     if search.done():
         return
     tightest = _next_first_run(graph, whole, simulate(graph, whole).peak_step)
@@ -117,13 +119,18 @@ def _rounds(search: _Search, tightest: int) -> bool:
     graph, closed_graph = search.graph, with_end(search.graph)
     events, inside = [tightest], list[Inside]()
     finest_ns = EXACT * search.gap * search.base
-    tolerance_ns = finest_ns
+    sequence: list[int] = []
+    refined = 0
     for round_ in itertools.count(1):
         model = stage_model(closed_graph, search.budget_bytes, events, inside)
         cheap = round_ <= CHEAP_ROUNDS and len(model.milp.cost) <= CHEAP_VARIABLES
         aim = EXACT * search.gap if cheap else search.gap
+        tolerance_ns = finest_ns
+        if round_ > 1 and not cheap:
+            coarse = SAT_COARSE if _for_sat(model) else COARSE
+            tolerance_ns = max(finest_ns, coarse * search.distance_ns * 0.1**refined)
         work = min(WORK * (len(model.milp.cost) / WORK_VARIABLES) ** 2, FIRST_WORK * MORE_WORK ** (round_ - 2), MOST_WORK)
-        answer = _minimise(search, model, finest_ns if cheap else tolerance_ns, aim, int(work) if round_ > 1 else 0)
+        answer = _minimise(search, model, tolerance_ns, aim, sequence, int(work) if round_ > 1 else 0)
         search.notes.update(events=len(events), inside_rows=len(inside), rounds=round_)
         if answer.outcome is Outcome.INFEASIBLE:
             if inside:  # schedules outside of that space may fit
@@ -151,10 +158,12 @@ def _rounds(search: _Search, tightest: int) -> bool:
                 search.follow(list(computes(search.best)))
             if answer.values is not None:
                 _guide(search, closed_graph, tightest)
+            if not any(op.backward for op in graph.ops) and not search.done():
+                _anneal(search, keep_order=True)
             if search.time_ns is None and not _pebble(search):
                 return False
             if search.time_ns is None and not search.done():
-                _anneal(search)
+                _anneal(search, keep_order=False)
         if answer.values is None:
             return not search.done()
         search.follow(sequence)
@@ -165,9 +174,9 @@ def _rounds(search: _Search, tightest: int) -> bool:
         events = sorted((*events, *more_events))
         inside.extend(more_inside)
         if more_events or more_inside:
-            tolerance_ns = max(finest_ns, COARSE * search.distance_ns)
+            refined = 0
         elif tolerance_ns > finest_ns:
-            tolerance_ns = max(finest_ns, 0.1 * tolerance_ns)
+            refined += 1
         else:
             return True
     raise AssertionError("unreachable")
@@ -187,16 +196,19 @@ def _pebble(search: _Search) -> bool:
     return True
 
 
-def _anneal(search: _Search) -> None:
-    """Give up the order of first executions, and let annealing find one in which something (cheaper) fits."""
+def _anneal(search: _Search, *, keep_order: bool) -> None:
+    """Let annealing find something (cheaper) that fits, in the graph's order of first executions or in any."""
     graph = search.graph
     found = Incumbent(graph, search.budget_bytes, search.gap, ANNEAL_SHARE * search.left_s)
+    annealer = Annealer(graph, range(len(graph.ops)), search.budget_bytes, search.seed, keep_order=keep_order)
     try:
-        anneal(found, Annealer(graph, range(len(graph.ops)), search.budget_bytes, search.seed, keep_order=False), ANNEAL_MOVES)
+        anneal(found, annealer, ANNEAL_MOVES)
     finally:
         search.tell_cut_short("cut_short" in found.notes)
         if found.best is not None:
-            search.offer(found.best, "annealing, in another order")
+            search.offer(found.best, "annealing" if keep_order else "annealing, in another order")
+    if found.best is not None:
+        search.follow(list(computes(found.best)))
 
 
 def _guide(search: _Search, closed_graph: Graph, event: int) -> None:
@@ -221,18 +233,19 @@ def _search_on(search: _Search) -> None:
         idle = 0 if search.walks.time_ns < before else idle + 1
 
 
-def _minimise(search: _Search, model: StageModel, tolerance_ns: float, aim: float, work: int) -> Answer:
+def _minimise(search: _Search, model: StageModel, tolerance_ns: float, aim: float, latest: Sequence[int], work: int) -> Answer:
     """Solve the MILP to a tolerance; costs from which on the gap is closed to ``aim`` need not be told apart.
 
-    Meanwhile, list walks are improved with so much work. Where the MILP takes longer, they go on, but what comes of that
-    counts only if the clock ends the solve: how far they get depends on the machine.
+    Meanwhile, list walks are improved with so much work, half of it spent on those along the ``latest`` solution. Where the MILP
+    takes longer, they go on, but what comes of that counts only if the clock ends the solve: how far they get depends on the
+    machine.
     """
     cutoff = math.inf
     if search.time_ns is not None:
         cutoff = ((1 - aim) * search.time_ns - search.base) / model.unit_ns
         cutoff += 0.01 + 2e-6 * abs(cutoff)  # what ``bound_ns`` takes off for tolerances
     minimise = partial(model.milp.minimise, node_limit=NODES)
-    if sum(model.milp.integer) <= SAT_VARIABLES:
+    if _for_sat(model):
         from planner import pseudo_boolean  # many budgets need none, and CP-SAT takes time to load
 
         minimise = partial(pseudo_boolean.minimise, model.milp)
@@ -240,7 +253,8 @@ def _minimise(search: _Search, model: StageModel, tolerance_ns: float, aim: floa
 
     def walk_on(solved: threading.Event) -> None:
         nonlocal beyond
-        search.walks.improve(work, deadline=search.deadline)
+        search.walks.follow(latest, work // 2, deadline=search.deadline)
+        search.walks.improve(work // 2, deadline=search.deadline)
         search.take_walk()
         beyond = search.walks.copy()
         while not solved.is_set() and time.perf_counter() < search.deadline:
@@ -260,6 +274,11 @@ def _minimise(search: _Search, model: StageModel, tolerance_ns: float, aim: floa
         search.walks = beyond
         search.take_walk()
     return answer
+
+
+def _for_sat(model: StageModel) -> bool:
+    """Whether CP-SAT is to solve the model."""
+    return sum(model.milp.integer) <= SAT_VARIABLES
 
 
 def _missing(
