@@ -85,7 +85,7 @@ def cases(only: Sequence[str], data: str | None) -> Iterator[Case]:
         for name in LOGS:
             if wanted(f"log_{name}"):
                 graph = load_dtr_log(Path(data) / "dtr_logs" / f"{name}.log.gz")
-                yield Case(replace(graph, name=f"log_{name}"), SHARES, LIMIT_S)
+                yield Case(replace(graph, name=f"log_{name}"), SHARES, LIMIT_S if len(graph.ops) < LONG else 2 * LIMIT_S)
     for name in LAYERED:
         for label, any_order in ((name, False), (f"{name}-any-order", True)):
             if wanted(label):
@@ -98,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", default="benchmarks/plans.jsonl", help="rows are added to this file")
     parser.add_argument("--data", default=os.environ.get("BELADY_DATA"), help="folder of the published instances")
     parser.add_argument("--only", action="append", default=[], metavar="NAME", help="one workload or instance; several times")
-    parser.add_argument("--time-limit", type=float, metavar="S", help="for each budget (default: 20, or 60 for large graphs)")
+    parser.add_argument("--time-limit", type=float, metavar="S", help="for each budget (default: 20 to 120, by graph)")
     arguments = parser.parse_args(argv)
 
     def work() -> int:
