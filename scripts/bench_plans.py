@@ -47,6 +47,7 @@ INSTANCES = {"vgg16_176": (10, 9, 8), "unet_11": (10, 9, 8, 7, 6, 5), "resnet50_
 LOGS = ("resnet32", "unet", "transformer", "lstm")
 LAYERED = ("RL1", "RL2", "RL3", "RL4")
 STEP_LIMIT_S, LIMIT_S = 20.0, 60.0  # for each budget of captured steps of ordinary size, and of anything else
+LONG = 5_000  # ops; logs of more get twice as long
 
 
 @dataclass(frozen=True)
