@@ -86,6 +86,23 @@ def test_below_the_least_budget_nothing_is_found() -> None:
     assert refused >= 40
 
 
+def test_what_the_only_order_rules_out_is_infeasible() -> None:
+    """What the first op makes cannot be made again and is read last, so it is there beside all the rest."""
+    values = tuple(Value(name, size) for name, size in (("a", 10), ("b", 1), ("c", 10), ("d", 0)))
+    ops = (
+        Op("first", (), (0,), 1, effect=True),
+        Op("second", (0,), (1,), 1),
+        Op("third", (1,), (2,), 1),
+        Op("last", (0, 2), (3,), 1),
+    )
+    graph = Graph("only", ops, values, frozenset(), frozenset({3}))
+    assert least_bytes(graph) <= 20
+    assert solve(graph, 20).status is Status.INFEASIBLE
+    assert solve(graph, 21).status is Status.OPTIMAL
+    free = replace(graph, ops=(ops[0], ops[1], replace(ops[2], inputs=()), ops[3]))  # the third op could come first
+    assert solve(free, 20).status is not Status.INFEASIBLE
+
+
 def test_what_is_known_to_work_is_never_called_infeasible() -> None:
     for seed in range(26, 36):
         graph = random_training(6, seed)

@@ -135,6 +135,8 @@ def _rounds(search: _Search, tightest: int) -> bool:
         if answer.outcome is Outcome.INFEASIBLE:
             if inside:  # schedules outside of that space may fit
                 search.notes["stopped"] = "no schedule in Checkmate's space fits"
+            elif _is_only_order(graph):
+                search.notes["infeasible"] = "no schedule fits, and no other order of first executions is valid"
             else:
                 search.notes["stopped"] = "no schedule with this order of first executions fits"
             return False
@@ -180,6 +182,11 @@ def _rounds(search: _Search, tightest: int) -> bool:
         else:
             return True
     raise AssertionError("unreachable")
+
+
+def _is_only_order(graph: Graph) -> bool:
+    """Whether each op reads something that the one before it makes, so that no other order of first executions is valid."""
+    return all(any(graph.producer[x] == v - 1 for x in op.inputs) for v, op in enumerate(graph.ops) if v > 0)
 
 
 def _pebble(search: _Search) -> bool:
