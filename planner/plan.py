@@ -33,7 +33,7 @@ def plan(
     *,
     inputs: Any = None,
     loss: Callable[..., torch.Tensor] | None = None,
-    costs: str = "roofline",
+    costs: str = "auto",
     device: str | torch.device | None = None,
     autocast: torch.dtype | None = None,
     method: str = "cutting_stages",
@@ -49,7 +49,8 @@ def plan(
     model         an ``nn.Module`` (its training step is captured first), or a Step or Graph captured before
     budget        bytes (int, "6GiB") or a share of the keep-all peak (float in (0, 1]); counts everything the step holds
     inputs, loss  see ``graphs.capture.capture``; only for a module
-    costs         "roofline" (modelled; needs no device) or "measured" (every distinct op timed on the device)
+    costs         "roofline" (modelled; needs no device), "measured" (every distinct op timed on the device, with what
+                  it allocates beside its outputs), or "auto": measured on CUDA, where workspace counts, else roofline
     gap           stop when (time - bound) / time is at most this
     time_limit_s  stop after this long with the best found so far
     start         a schedule to start from, say the one of an online run
@@ -224,7 +225,7 @@ def step_of(
     *,
     inputs: Any = None,
     loss: Callable[..., torch.Tensor] | None = None,
-    costs: str = "roofline",
+    costs: str = "auto",
     device: str | torch.device | None = None,
     autocast: torch.dtype | None = None,
 ) -> Step | Graph:
@@ -260,9 +261,12 @@ def _a(thing: object) -> str:
 def with_costs(step: Step, costs: str, *, progress: Callable[[int, int], None] | None = None) -> Step:
     """The step with its ops priced for the device it is on.
 
-    costs     "roofline": modelled from FLOPs and bytes; "measured": every distinct op timed there, once (cached on disk)
+    costs     "roofline": modelled from FLOPs and bytes; "measured": every distinct op timed there, once (cached on disk), and
+              its workspace measured; "auto": measured on CUDA, else roofline
     progress  called with how many ops are timed and how many there are (default: a bar on a terminal)
     """
+    if costs == "auto":
+        costs = "measured" if step.device.type == "cuda" else "roofline"
     if costs == "roofline":
         from graphs.costs import roofline
 
@@ -271,4 +275,4 @@ def with_costs(step: Step, costs: str, *, progress: Callable[[int, int], None] |
         from graphs.profile import measured
 
         return measured(step, progress=progress)
-    raise InputError(f"unknown costs {costs!r}; there are: roofline, measured")
+    raise InputError(f"unknown costs {costs!r}; there are: auto, roofline, measured")

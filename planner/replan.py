@@ -69,7 +69,7 @@ class ReplanningModule(PlannedModule):
         self.step.fingerprint.check()  # what else was edited is no matter of shapes
         name, loss = self.step.graph.name, self.step.body.loss
         step = capture(self.step.model, inputs, loss=loss, name=name, autocast=self.step.autocast)
-        step = with_costs(step, options.pop("costs", "roofline"))
+        step = with_costs(step, options.pop("costs", "auto"))
         module, found = _fitting(step, before.budget_bytes, options)
         sizes = ", ".join(str(tuple(leaf.shape)) for leaf in tree_flatten(plain(inputs))[0] if isinstance(leaf, Tensor))
         log.info(

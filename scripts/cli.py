@@ -210,7 +210,10 @@ def _target(command: argparse.ArgumentParser, *, several: bool = False) -> None:
     group.add_argument("--vocab", type=int, help="tokens in the vocabulary, where there is one")
     group.add_argument("--device", default=None, help="cpu or cuda (default: cuda where there is one)")
     group.add_argument(
-        "--costs", default="roofline", help="op times: roofline (modelled) or measured (each distinct op timed; cached)"
+        "--costs",
+        default="auto",
+        help="op times: roofline (modelled), measured (each distinct op timed, with its workspace; cached) or auto (default): "
+        "measured on CUDA, else roofline",
     )
 
 

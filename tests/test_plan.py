@@ -1,12 +1,15 @@
 """The entry ``plan``: budgets, errors, options."""
 
+from types import SimpleNamespace
+
 import pytest
+import torch
 
 from graphs import Graph, GraphMismatch, InfeasibleBudget, InputError, InvalidSchedule, NoScheduleFound, Op, Value
 from graphs.synthetic import linear_network
 from online import run
 from planner import Compute, Status, keep_all, load_plan, plan, simulate, solve
-from planner.plan import solve_halves
+from planner.plan import solve_halves, with_costs
 from planner.schedule import Free, hold_early
 
 
@@ -188,3 +191,13 @@ def test_time_and_peak_are_simulated(ladder: Graph) -> None:
 def test_a_start_with_steps_that_name_no_number_is_refused(step: Compute | Free) -> None:
     with pytest.raises(InputError, match="start must be a schedule"):
         solve(linear_network(3), 5, start=(step,))
+
+
+@pytest.mark.parametrize(("device", "used"), [("cuda", "measured"), ("cpu", "roofline")])
+def test_ops_are_measured_where_workspace_counts(device: str, used: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CUDA a plan without workspace would break its budget; elsewhere there is none to measure."""
+    called: list[str] = []
+    monkeypatch.setattr("graphs.profile.measured", lambda step, progress=None: called.append("measured"))
+    monkeypatch.setattr("graphs.costs.roofline", lambda step: called.append("roofline"))
+    with_costs(SimpleNamespace(device=torch.device(device)), "auto")  # type: ignore[arg-type]
+    assert called == [used]
