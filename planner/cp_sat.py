@@ -7,6 +7,7 @@ search on Ctrl-C or at the deadline.
 from __future__ import annotations
 
 import enum
+import math
 import queue
 import threading
 import time
@@ -60,6 +61,7 @@ def minimise(
     gap: float = 0.0,
     absolute_gap: int = 0,
     linearization_level: int = 1,
+    effort: float = math.inf,
     workers: int = 1,
     seed: int = 0,
     on_solution: Callable[[list[int]], None] | None = None,
@@ -72,7 +74,8 @@ def minimise(
     deadline      of ``time.perf_counter``
     gap           stop when (cost - bound) / cost is at most this; the outcome is then SOLVED too
     absolute_gap  or when cost - bound is at most this
-    linearization_level  how much of the model CP-SAT's linear relaxation holds, 0 to 2
+    linearization_level  how much of the model the linear relaxation holds, 0 to 2
+    effort        stop after so much work (about as many seconds): a limit that does not depend on the machine
     workers       threads; with one, the same model and seed give the same answer unless the deadline strikes
     on_solution   called with the watched values of each better solution, on the caller's thread
     on_bound      called with each better bound, on the caller's thread
@@ -89,6 +92,7 @@ def minimise(
     solver.parameters.relative_gap_limit = gap
     solver.parameters.absolute_gap_limit = absolute_gap
     solver.parameters.linearization_level = linearization_level
+    solver.parameters.max_deterministic_time = effort
     solver.parameters.num_workers = workers
     solver.parameters.random_seed = seed
     solver.parameters.catch_sigint_signal = False  # Python's handler is to see it

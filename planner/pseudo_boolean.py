@@ -27,10 +27,11 @@ def minimise(
     time_limit_s: float,
     gap: float = 0.0,
     cutoff: float = math.inf,
+    effort: float = math.inf,
     seed: int = 0,
     meanwhile: Callable[[threading.Event], None] | None = None,
 ) -> Answer:
-    """As ``Milp.minimise``, for costs of 0 and more.
+    """As ``Milp.minimise``, for costs of 0 and more; ``effort`` as in ``cp_sat.minimise``.
 
     Fractions are taken for zeros and ones. That must lose no solution, as where they are no more than auxiliaries of the
     integer variables.
@@ -44,6 +45,7 @@ def minimise(
         deadline=deadline,
         absolute_gap=math.floor(gap * scale),
         linearization_level=2,
+        effort=effort,
         seed=seed,
         meanwhile=meanwhile,
     )

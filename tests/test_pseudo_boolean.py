@@ -98,3 +98,11 @@ def test_ctrl_c_meanwhile_stops_the_solver() -> None:
     with pytest.raises(KeyboardInterrupt):
         pseudo_boolean.minimise(hard(), time_limit_s=60.0, meanwhile=interrupt)
     assert time.monotonic() - began < 10
+
+
+def test_an_effort_ends_a_solve_and_repeats() -> None:
+    began = time.monotonic()
+    one, other = (pseudo_boolean.minimise(hard(), time_limit_s=100.0, effort=0.3) for _ in range(2))
+    assert time.monotonic() - began < 60
+    assert one.outcome is Outcome.STOPPED
+    assert one == other

@@ -50,7 +50,8 @@ FIRST_SHARE = 0.4  # of the time for the first MILP at most, so that some is lef
 NODES = 2_000  # branch-and-bound nodes of one MILP at most
 SAT_VARIABLES = 2_000  # 0-1 variables of a MILP up to which CP-SAT is faster than HiGHS
 CHEAP_ROUNDS, CHEAP_VARIABLES = 3, 1_500  # what is this small is solved more exactly than asked:
-EXACT = 0.02  # to this share of the asked gap
+EXACT = 0.02  # to this share of the asked gap, where that takes
+CHEAP_EFFORT = 0.5  # no more than about so many seconds' work
 COARSE, SAT_COARSE = 0.25, 0.1  # and what is not, first to this share of the distance between bound and incumbent
 
 
@@ -255,7 +256,7 @@ def _minimise(search: _Search, model: StageModel, tolerance_ns: float, aim: floa
     if _for_sat(model):
         from planner import pseudo_boolean  # many budgets need none, and CP-SAT takes time to load
 
-        minimise = partial(pseudo_boolean.minimise, model.milp)
+        minimise = partial(pseudo_boolean.minimise, model.milp, effort=CHEAP_EFFORT if search.closed() else math.inf)
     beyond: WalkSearch | None = None
 
     def walk_on(solved: threading.Event) -> None:
