@@ -127,7 +127,7 @@ def minimise(
             if time.perf_counter() > deadline:
                 solver.stop_search()
             pass_on()
-    except KeyboardInterrupt:
+    except BaseException:  # Ctrl-C above all; whatever it is, no solver may be left alone
         late = time.perf_counter() + ABANDON_S
         while not search.done.wait(0.02) and time.perf_counter() < late:
             solver.stop_search()

@@ -156,22 +156,24 @@ class WalkSearch:
         best = lead = start
         rng = self._random
         heat_ns = HEAT * (start.time_ns - self._keep_all_ns) if start.complete else 0.0
-        while work > 0 and time.perf_counter() < deadline:
-            slack_ns = heat_ns * rng.exponential()
-            walked = self._move(lead, slack_ns)
-            work -= OVERHEAD
-            if walked is None:
-                continue
-            work -= walked.work
-            if lead.complete and (not walked.complete or walked.time_ns - slack_ns > lead.time_ns):
-                continue
-            found = self._lead(walked)
-            if (-found.reached, found.time_ns - slack_ns) <= lead.merit:
-                lead = found
-                if lead.merit < best.merit:
-                    best = lead
-        if best is not start:
-            self._take(best, instead=start)
+        try:
+            while work > 0 and time.perf_counter() < deadline:
+                slack_ns = heat_ns * rng.exponential()
+                walked = self._move(lead, slack_ns)
+                work -= OVERHEAD
+                if walked is None:
+                    continue
+                work -= walked.work
+                if lead.complete and (not walked.complete or walked.time_ns - slack_ns > lead.time_ns):
+                    continue
+                found = self._lead(walked)
+                if (-found.reached, found.time_ns - slack_ns) <= lead.merit:
+                    lead = found
+                    if lead.merit < best.merit:
+                        best = lead
+        finally:  # on Ctrl-C too
+            if best is not start:
+                self._take(best, instead=start)
 
     def _move(self, lead: _Lead, slack_ns: float) -> Walked | None:
         rng = self._random

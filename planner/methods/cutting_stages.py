@@ -85,6 +85,9 @@ def solve(
         _run(search, start, any_order)
     except KeyboardInterrupt:
         search.notes["stopped"] = "interrupted"
+        if search.begun:
+            search.take_walk()  # what the part under way has found
+    search.tell_cut_short("stopped" not in search.notes and time.perf_counter() >= search.deadline)
     if search.best is None and "infeasible" not in search.notes:  # no time for more
         search.begin_walks(time.perf_counter() + LAST_S)
     bound_ns = search.bound_ns
@@ -270,15 +273,22 @@ def _minimise(search: _Search, model: StageModel, tolerance_ns: float, aim: floa
 
     share = 1.0 if work else FIRST_SHARE
     until = time.perf_counter() + share * search.left_s
-    answer = minimise(
-        time_limit_s=until - time.perf_counter(),
-        gap=tolerance_ns / model.unit_ns,
-        cutoff=cutoff,
-        seed=search.seed,
-        meanwhile=walk_on if work else None,
-    )
-    search.tell_cut_short(answer.outcome is Outcome.STOPPED and time.perf_counter() >= until)
-    if beyond is not None and time.perf_counter() >= search.deadline:
+    try:
+        answer = minimise(
+            time_limit_s=until - time.perf_counter(),
+            gap=tolerance_ns / model.unit_ns,
+            cutoff=cutoff,
+            seed=search.seed,
+            meanwhile=walk_on if work else None,
+        )
+    except KeyboardInterrupt:
+        if beyond is not None:
+            search.walks = beyond
+        raise
+    # HiGHS stops at its nodes too; CP-SAT at the clock alone, and some milliseconds before its time is up.
+    struck = answer.outcome is Outcome.STOPPED and (_for_sat(model) or time.perf_counter() >= until)
+    search.tell_cut_short(struck)
+    if beyond is not None and (struck or time.perf_counter() >= search.deadline):
         search.walks = beyond
         search.take_walk()
     return answer
