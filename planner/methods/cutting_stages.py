@@ -255,11 +255,12 @@ def _minimise(search: _Search, model: StageModel, tolerance_ns: float, aim: floa
     if search.time_ns is not None:
         cutoff = ((1 - aim) * search.time_ns - search.base) / model.unit_ns
         cutoff += 0.01 + 2e-6 * abs(cutoff)  # what ``bound_ns`` takes off for tolerances
-    minimise = partial(model.milp.minimise, node_limit=NODES)
+    minimise, limited = partial(model.milp.minimise, node_limit=NODES), True
     if _for_sat(model):
         from planner import pseudo_boolean  # many budgets need none, and CP-SAT takes time to load
 
-        minimise = partial(pseudo_boolean.minimise, model.milp, effort=CHEAP_EFFORT if search.closed() else math.inf)
+        limited = search.closed()
+        minimise = partial(pseudo_boolean.minimise, model.milp, effort=CHEAP_EFFORT if limited else math.inf)
     beyond: WalkSearch | None = None
 
     def walk_on(solved: threading.Event) -> None:
@@ -285,8 +286,8 @@ def _minimise(search: _Search, model: StageModel, tolerance_ns: float, aim: floa
         if beyond is not None:
             search.walks = beyond
         raise
-    # HiGHS stops at its nodes too; CP-SAT at the clock alone, and some milliseconds before its time is up.
-    struck = answer.outcome is Outcome.STOPPED and (_for_sat(model) or time.perf_counter() >= until)
+    # What has no other limit was stopped by the clock; CP-SAT stops some milliseconds before its time is up.
+    struck = answer.outcome is Outcome.STOPPED and (not limited or time.perf_counter() >= until)
     search.tell_cut_short(struck)
     if beyond is not None and (struck or time.perf_counter() >= search.deadline):
         search.walks = beyond
