@@ -1,9 +1,13 @@
 """Cutting stages: against brute force, against published optima, and its promises about time and interruption."""
 
+import math
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from threading import Event
+from typing import Any
 
 import pytest
 
@@ -11,9 +15,10 @@ import planner.stage_model
 from graphs import Graph, Op, Value
 from graphs.importers import load_checkmate
 from graphs.synthetic import chain, random_layered, random_training
-from planner import Status, keep_all, plan, simulate, solve
+from planner import Status, keep_all, plan, pseudo_boolean, simulate, solve
 from planner.bounds import least_bytes, smallest_known
 from planner.methods import cutting_stages
+from planner.milp import Answer, Milp, Outcome
 from planner.schedule import computes
 from planner.stage_model import stage_model, with_end
 from tests.interruption import interrupted
@@ -268,6 +273,47 @@ def test_interrupting_returns_what_was_found() -> None:
         "print(found.notes['stopped'], max(found.bound_ns, found.notes.get('order_bound_ns', 0)) > graph.keep_all_time_ns)\n"
     )
     assert interrupted(script, after_s=4) == "interrupted True"
+
+
+def test_what_walks_find_beyond_a_milp_is_kept_on_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Impatient(Event):
+        """Says three times that the solver works, then interrupts."""
+
+        asked = 0
+
+        def is_set(self) -> bool:
+            self.asked += 1
+            if self.asked > 3:
+                raise KeyboardInterrupt
+            return False
+
+    def disturbed(milp: Milp, *, meanwhile: Callable[[Event], None], **rest: Any) -> Answer:
+        meanwhile(Impatient())
+        raise AssertionError("not interrupted")
+
+    monkeypatch.setattr(pseudo_boolean, "minimise", disturbed)
+    monkeypatch.setattr(cutting_stages, "BEYOND_WORK", 200_000)
+    graph = random_training(40, 1)
+    budget_bytes = int(0.75 * simulate(graph, keep_all(graph)).peak_bytes)
+    search = cutting_stages._Search(graph, budget_bytes, gap=0.0, time_limit_s=60.0, seed=0)
+    search.begin_walks(search.deadline)
+    before = search.walks
+    before_ns = before.time_ns
+    model = stage_model(with_end(graph), budget_bytes, [len(graph.ops) // 2])
+    with pytest.raises(KeyboardInterrupt):
+        cutting_stages._minimise(search, model, 0.0, 0.0, range(len(graph.ops)), 1_000)
+    assert search.walks is not before
+    assert search.walks.time_ns < before_ns
+
+
+def test_cp_sat_out_of_time_is_noted_even_a_little_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    def minimise(milp: Milp, **rest: Any) -> Answer:
+        return Answer(Outcome.STOPPED, None, math.inf, -math.inf)
+
+    monkeypatch.setattr(pseudo_boolean, "minimise", minimise)
+    graph = random_training(8, 3)
+    budget_bytes = int(0.9 * simulate(graph, keep_all(graph)).peak_bytes)
+    assert solve(graph, budget_bytes, gap=0.0, time_limit_s=1).notes["cut_short"]
 
 
 def test_a_better_order_is_measured_against_what_holds_for_all_orders() -> None:

@@ -248,8 +248,8 @@ def _minimise(search: _Search, model: StageModel, tolerance_ns: float, aim: floa
     """Solve the MILP to a tolerance; costs from which on the gap is closed to ``aim`` need not be told apart.
 
     Meanwhile, list walks are improved with so much work, half of it spent on those along the ``latest`` solution. Where the MILP
-    takes longer, they go on, but what comes of that counts only if the clock ends the solve: how far they get depends on the
-    machine.
+    takes longer, they go on, but what comes of that counts only if the clock or Ctrl-C ends the solve: how far they get depends
+    on the machine.
     """
     cutoff = math.inf
     if search.time_ns is not None:
