@@ -321,7 +321,7 @@ def test_a_better_order_is_measured_against_what_holds_for_all_orders() -> None:
     budget_bytes = int(0.7 * simulate(graph, keep_all(graph)).peak_bytes)
     reordered = solve(graph, budget_bytes, method="annealing", time_limit_s=5).schedule
     found = solve(graph, budget_bytes, time_limit_s=10, start=reordered)
-    assert found.schedule is not None and found.time_ns is not None
+    assert found.schedule is not None and found.time_ns is not None and found.bound_ns is not None
     assert found.notes["order_bound_ns"] >= 0.99 * found.time_ns
     assert found.time_ns > found.bound_ns == graph.keep_all_time_ns
     assert list(dict.fromkeys(computes(found.schedule))) != list(range(len(graph.ops)))

@@ -22,6 +22,7 @@ from graphs.ir import Graph
 from planner.annealing import Annealer, anneal
 from planner.block_chain import block_schedule
 from planner.incumbent import Incumbent
+from planner.loading import undisturbed
 from planner.milp import Answer, Outcome
 from planner.pebbling import least_peak
 from planner.result import Plan
@@ -257,10 +258,8 @@ def _minimise(search: _Search, model: StageModel, tolerance_ns: float, aim: floa
         cutoff += 0.01 + 2e-6 * abs(cutoff)  # what ``bound_ns`` takes off for tolerances
     minimise, limited = partial(model.milp.minimise, node_limit=NODES), True
     if _for_sat(model):
-        from planner import pseudo_boolean  # many budgets need none, and CP-SAT takes time to load
-
         limited = search.closed()
-        minimise = partial(pseudo_boolean.minimise, model.milp, effort=CHEAP_EFFORT if limited else math.inf)
+        minimise = partial(undisturbed(_sat_minimise), model.milp, effort=CHEAP_EFFORT if limited else math.inf)
     beyond: WalkSearch | None = None
 
     def walk_on(solved: threading.Event) -> None:
@@ -293,6 +292,12 @@ def _minimise(search: _Search, model: StageModel, tolerance_ns: float, aim: floa
         search.walks = beyond
         search.take_walk()
     return answer
+
+
+def _sat_minimise() -> Callable[..., Answer]:
+    from planner import pseudo_boolean  # many budgets need none, and CP-SAT takes time to load
+
+    return pseudo_boolean.minimise
 
 
 def _for_sat(model: StageModel) -> bool:
@@ -344,6 +349,12 @@ def _next_first_run(graph: Graph, schedule: Schedule, at: int) -> int:
     return len(graph.ops)
 
 
+def _walk_search() -> type[WalkSearch]:
+    from planner.walk_search import WalkSearch
+
+    return WalkSearch
+
+
 @dataclass(kw_only=True)
 class _Search(Incumbent):
     """What is known so far, and the list walks."""
@@ -354,9 +365,7 @@ class _Search(Incumbent):
     @cached_property
     def walks(self) -> WalkSearch:
         """The list walks. Made when first asked for: many budgets need none, and their compiled code takes time to load."""
-        from planner.walk_search import WalkSearch
-
-        return WalkSearch(self.graph, self.budget_bytes, self.seed)
+        return undisturbed(_walk_search)(self.graph, self.budget_bytes, self.seed)
 
     @property
     def base(self) -> int:
