@@ -52,6 +52,7 @@ NODES = 2_000  # branch-and-bound nodes of one MILP at most
 SAT_VARIABLES = 2_000  # 0-1 variables of a MILP up to which CP-SAT is faster than HiGHS
 CHEAP_ROUNDS, CHEAP_VARIABLES = 3, 1_500  # what is this small is solved more exactly than asked:
 EXACT = 0.02  # to this share of the asked gap, where that takes
+FINEST = 1e-9  # nor is any MILP solved more exactly than to this share of the keep-all time
 CHEAP_EFFORT = 0.5  # no more than about so many seconds' work
 COARSE, SAT_COARSE = 0.25, 0.1  # and what is not, first to this share of the distance between bound and incumbent
 
@@ -123,7 +124,7 @@ def _rounds(search: _Search, tightest: int) -> bool:
     """Solve for the events so far, walk the solution, add what it overflows; until closed (False) or nothing is left to add."""
     graph, closed_graph = search.graph, with_end(search.graph)
     events, inside = [tightest], list[Inside]()
-    finest_ns = EXACT * search.gap * search.base
+    finest_ns = max(EXACT * search.gap, FINEST) * search.base
     sequence: list[int] = []
     refined = 0
     for round_ in itertools.count(1):
