@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
 
 from graphs.ir import Graph
-from planner.loading import undisturbed
+from planner.loading import walk_search
 from planner.schedule import Schedule, keep_all, with_frees
 from planner.simulate import simulate
-
-if TYPE_CHECKING:
-    from planner.walk_search import WalkSearch
 
 
 def least_bytes(graph: Graph) -> int:
@@ -39,7 +35,7 @@ def smallest_known(graph: Graph, *, time_limit_s: float = 10.0) -> tuple[int, Sc
     fails = least_bytes(graph) - 1
     while works - fails > max(1, works // 200) and time.perf_counter() < deadline:
         middle = (works + fails) // 2
-        walks = undisturbed(_walk_search)(graph, middle, seed=0)
+        walks = walk_search()(graph, middle, seed=0)
         walks.start(deadline=deadline)
         if walks.runs is None:
             fails = middle
@@ -47,9 +43,3 @@ def smallest_known(graph: Graph, *, time_limit_s: float = 10.0) -> tuple[int, Sc
             best = with_frees(graph, walks.runs.tolist())
             works = simulate(graph, best).peak_bytes
     return works, best
-
-
-def _walk_search() -> type[WalkSearch]:
-    from planner.walk_search import WalkSearch  # compiled code: half a second to import
-
-    return WalkSearch

@@ -17,9 +17,7 @@ from typing import Any
 
 from ortools.sat.python import cp_model
 
-from planner.milp import leave_behind
-
-ABANDON_S = 0.5  # a solver that does not stop at its deadline is left behind after so long (and 5 % of the time it had)
+from planner.milp import GRACE_S, GRACE_SHARE, leave_behind
 
 
 class Outcome(enum.Enum):
@@ -118,7 +116,7 @@ def minimise(
 
     thread = threading.Thread(target=search.run, name="cp-sat", daemon=True)
     thread.start()
-    late = deadline + 0.05 * given_s + ABANDON_S
+    late = deadline + GRACE_SHARE * given_s + GRACE_S
     try:
         if meanwhile is not None:
             meanwhile(search.done)
@@ -128,7 +126,7 @@ def minimise(
                 solver.stop_search()
             pass_on()
     except BaseException:  # Ctrl-C above all; whatever it is, no solver may be left alone
-        late = time.perf_counter() + ABANDON_S
+        late = time.perf_counter() + GRACE_S
         while not search.done.wait(0.02) and time.perf_counter() < late:
             solver.stop_search()
         if not search.done.is_set():

@@ -8,9 +8,23 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from planner.walk_search import WalkSearch
 
 T = TypeVar("T")
+
+
+def walk_search() -> type[WalkSearch]:
+    """The list walks, imported when first asked for: their compiled code takes half a second."""
+    return undisturbed(_walk_search)
+
+
+def _walk_search() -> type[WalkSearch]:
+    from planner.walk_search import WalkSearch
+
+    return WalkSearch
 
 
 def undisturbed(work: Callable[[], T]) -> T:

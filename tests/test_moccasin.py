@@ -458,7 +458,7 @@ def test_a_solver_left_behind_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(solver, "solve", deaf)
     monkeypatch.setattr(solver, "stop_search", lambda self: told.append(self))
-    monkeypatch.setattr(cp_sat, "ABANDON_S", 0.1)
+    monkeypatch.setattr(cp_sat, "GRACE_S", 0.1)
     found = moccasin(chain(4), 4, time_limit_s=0.5)
     assert found.notes["stopped"] == "time limit" and found.wall_s < 2
     assert solving()  # the interpreter would wait

@@ -22,7 +22,7 @@ from graphs.ir import Graph
 from planner.annealing import Annealer, anneal
 from planner.block_chain import block_schedule
 from planner.incumbent import Incumbent
-from planner.loading import undisturbed
+from planner.loading import undisturbed, walk_search
 from planner.milp import Answer, Outcome
 from planner.pebbling import least_peak
 from planner.result import Plan
@@ -350,12 +350,6 @@ def _next_first_run(graph: Graph, schedule: Schedule, at: int) -> int:
     return len(graph.ops)
 
 
-def _walk_search() -> type[WalkSearch]:
-    from planner.walk_search import WalkSearch
-
-    return WalkSearch
-
-
 @dataclass(kw_only=True)
 class _Search(Incumbent):
     """What is known so far, and the list walks."""
@@ -366,7 +360,7 @@ class _Search(Incumbent):
     @cached_property
     def walks(self) -> WalkSearch:
         """The list walks. Made when first asked for: many budgets need none, and their compiled code takes time to load."""
-        return undisturbed(_walk_search)(self.graph, self.budget_bytes, self.seed)
+        return walk_search()(self.graph, self.budget_bytes, self.seed)
 
     @property
     def base(self) -> int:
