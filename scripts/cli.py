@@ -29,6 +29,7 @@ from planner.result import Plan, Status
 from planner.schedule import keep_all
 from planner.simulate import simulate
 
+from .entry import INTERRUPTED
 from .output import OutputLost, computing, progress_bar, standard_output
 from .rows import RowFile, make_folder, read_rows, write_rows
 
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from online.compare import Comparison
 
 SIZES = ("batch", "seq", "depth", "size", "vocab")
-DONE, BAD_INPUT, NOTHING_FOUND, INTERRUPTED, PIPE_CLOSED = 0, 2, 3, 130, 141
+DONE, BAD_INPUT, NOTHING_FOUND, PIPE_CLOSED = 0, 2, 3, 141
 
 EXAMPLES = """\
 examples:

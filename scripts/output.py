@@ -14,6 +14,8 @@ from rich.progress import MofNCompleteColumn, Progress
 
 from graphs.errors import BeladyError
 
+from .entry import INTERRUPTED
+
 
 class OutputLost(BeladyError):
     """Standard output does not take what is written to it."""
@@ -103,4 +105,4 @@ def ended(program: str, work: Callable[[], int]) -> int:
         return 2
     except KeyboardInterrupt:
         print(f"{program}: interrupted; the same command goes on from here", file=sys.stderr)
-        return 130
+        return INTERRUPTED
