@@ -19,6 +19,7 @@ The loop is compiled by numba when it is first called; the machine code is cache
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,7 +33,8 @@ from planner.loading import undisturbed
 
 REMAKE_LIMIT = 300  # ancestors counted in a score at most; beyond, a value is dear enough anyway
 MOST_RUNS = 5  # for each run of a route; a walk that makes more is stuck
-MOST_LOOKUPS = 1_000_000  # of missing ancestors, a second or two: a walk that makes more is stuck, for nothing can interrupt it
+MOST_STEPS = 100_000_000  # values and ancestors looked at, a second or two: nothing can interrupt a walk, so that is all it gets
+STEPS_PER_S, LEAST_S = 50_000_000, 0.02  # about as many; and time for the walk that begins when time is up
 LEAST_NS = 1e-9  # what an op of no time counts in a score: were it nothing, no factor would tell such values apart
 SOON = 1e-200  # factor of a score where the route makes the value again anyway; any weight in use is between 1e-100 and 1e100
 
@@ -134,6 +136,7 @@ class ListWalk:
         begin: int = 0,
         until: int | None = None,
         slack_ns: float = math.inf,
+        deadline: float = math.inf,
     ) -> Walked:
         """Walk along a route.
 
@@ -144,7 +147,11 @@ class ListWalk:
                   the walk ends as soon as nothing changes any more; else it goes on to the end
         until     weights count before this position (default: the end of the route)
         slack_ns  give up, as stuck, where the walk is later than the route by more than this and what it can still leave out
+        deadline  of ``time.perf_counter``; a walk that would take longer, or some seconds, is stuck
         """
+        most_steps = MOST_STEPS
+        if deadline < math.inf:
+            most_steps = int(min(most_steps, STEPS_PER_S * max(LEAST_S, deadline - time.perf_counter())))
         runs = np.empty(int(1.5 * (route.runs.size - begin)) + 50 if begin else MOST_RUNS * route.runs.size, np.int64)
         ran, at, time_ns, stuck, work = _walk(  # type: ignore[call-arg]  # numba types its functions as taking none
             *self._graph,
@@ -160,6 +167,7 @@ class ListWalk:
             self._plain if weights is None else weights,
             far,
             slack_ns,
+            most_steps,
             runs,
         )
         whole = np.concatenate((route.runs[:begin], runs[:ran], route.runs[min(at, route.runs.size - 1) :]))
@@ -220,7 +228,7 @@ def _places(runs, in_rows, inputs, out_rows, outputs, value_count):  # type: ign
 
 @numba.njit(cache=True)
 def _remake_time(v, producer, in_rows, inputs, again, present, seen, stamp, todo):  # type: ignore[no-untyped-def]  # pragma: no cover
-    """Time to run the maker of ``v`` and its missing ancestors; infinite through an op with an effect."""
+    """Time to run the maker of ``v`` and its missing ancestors, infinite through an op with an effect; and how many they are."""
     total = 0.0
     todo[0] = producer[v]
     seen[producer[v]] = stamp
@@ -238,7 +246,7 @@ def _remake_time(v, producer, in_rows, inputs, again, present, seen, stamp, todo
                     count += 1
                     todo[waiting] = p
                     waiting += 1
-    return total
+    return total, count
 
 
 @numba.njit(cache=True)
@@ -316,6 +324,7 @@ def _walk(  # type: ignore[no-untyped-def]  # pragma: no cover
     weights,
     far,
     slack_ns,
+    most_steps,
     runs,
 ):
     """The walk of the module's docstring.
@@ -345,7 +354,7 @@ def _walk(  # type: ignore[no-untyped-def]  # pragma: no cover
             absent += 1
         upcoming[v] = k_left
     stack = np.empty(count + 2, np.int64)
-    seen, todo, stamp = np.zeros(count + 1, np.int64), np.empty(count + 1, np.int64), 0
+    seen, todo, stamp, steps = np.zeros(count + 1, np.int64), np.empty(count + 1, np.int64), 0, 0
     score, rate, candidates = np.empty(value_count), np.empty(value_count), np.empty(value_count, np.int64)
     gone = np.empty(value_count, np.int64)
 
@@ -413,6 +422,7 @@ def _walk(  # type: ignore[no-untyped-def]  # pragma: no cover
                     if excess <= 0:
                         break
                     candidate_count = 0
+                    steps += inside_count
                     for k in range(inside_count):
                         v = inside[k]
                         if size[v] == 0 or (locked[v] > 0) != last_resort:
@@ -439,12 +449,13 @@ def _walk(  # type: ignore[no-untyped-def]  # pragma: no cover
                     for k in range(candidate_count // 2 - 1, -1, -1):
                         _sift(k, candidate_count, score, rate, candidates)
                     while excess > 0 and candidate_count > 0:
-                        if score[0] == np.inf or stamp > MOST_LOOKUPS:  # nothing left to make again, or too much asked
+                        if score[0] == np.inf or steps > most_steps:  # nothing left to make again, or too much asked
                             break
                         v = candidates[0]
                         if rate[0] > 0.0:
                             stamp += 1
-                            remake = _remake_time(v, producer, in_rows, inputs, again, present, seen, stamp, todo)
+                            remake, looked_at = _remake_time(v, producer, in_rows, inputs, again, present, seen, stamp, todo)
+                            steps += looked_at
                             score[0], rate[0] = rate[0] * remake, 0.0
                             _sift(0, candidate_count, score, rate, candidates)
                             continue
@@ -455,7 +466,7 @@ def _walk(  # type: ignore[no-untyped-def]  # pragma: no cover
                         gone[gone_count] = v
                         gone_count += 1
                         excess -= size[v]
-                if excess > 0 or stamp > MOST_LOOKUPS:
+                if excess > 0 or steps > most_steps:
                     return ran_before, i, total_before, True, ran
                 for k in range(gone_count - 1, -1, -1):
                     v = gone[k]

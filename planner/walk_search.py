@@ -99,7 +99,7 @@ class WalkSearch:
                 weights = np.where(self._is_output, held, np.where(self._is_backward, factor, 1.0))
                 for far in FAR[1:]:
                     if not self._leads or time.perf_counter() < deadline:
-                        self._settle(self._walk.follow(plain, far=far, weights=weights), far, deadline)
+                        self._settle(self._walk.follow(plain, far=far, weights=weights, deadline=deadline), far, deadline)
 
     def follow(self, runs: Sequence[int], work: int = 0, *, deadline: float = math.inf) -> None:
         """Follow a sequence that holds every op, in a valid order of first executions; its memory need not fit.
@@ -111,7 +111,7 @@ class WalkSearch:
         found = []
         for far in FAR:
             if time.perf_counter() < deadline:
-                found.append(self._settle(self._walk.follow(route, far=far), far, deadline))
+                found.append(self._settle(self._walk.follow(route, far=far, deadline=deadline), far, deadline))
         if found and work:
             self._grow(min(found, key=lambda lead: lead.merit), work, deadline)
 
@@ -128,8 +128,8 @@ class WalkSearch:
         for _ in range(ROUNDS):
             if not walked.complete or time.perf_counter() >= deadline:
                 break
-            again = self._walk.follow(self._walk.route(walked.runs), far=far)
-            if again.time_ns >= walked.time_ns:
+            again = self._walk.follow(self._walk.route(walked.runs), far=far, deadline=deadline)
+            if not again.complete or again.time_ns >= walked.time_ns:
                 break
             walked = again
         lead = self._lead(walked)
@@ -159,7 +159,7 @@ class WalkSearch:
         try:
             while work > 0 and time.perf_counter() < deadline:
                 slack_ns = heat_ns * rng.exponential()
-                walked = self._move(lead, slack_ns)
+                walked = self._move(lead, slack_ns, deadline)
                 work -= OVERHEAD
                 if walked is None:
                     continue
@@ -175,7 +175,7 @@ class WalkSearch:
             if best is not start:
                 self._take(best, instead=start)
 
-    def _move(self, lead: _Lead, slack_ns: float) -> Walked | None:
+    def _move(self, lead: _Lead, slack_ns: float, deadline: float) -> Walked | None:
         rng = self._random
         far = FAR[rng.integers(len(FAR))]
         weights, left_out = np.ones(self._values), None
@@ -195,7 +195,14 @@ class WalkSearch:
         if not lead.complete:
             begin, slack_ns = 0, math.inf  # what the route has in memory further on is known only where it fits
         return self._walk.follow(
-            lead.route, far=far, weights=weights, left_out=left_out, begin=begin, until=until, slack_ns=slack_ns
+            lead.route,
+            far=far,
+            weights=weights,
+            left_out=left_out,
+            begin=begin,
+            until=until,
+            slack_ns=slack_ns,
+            deadline=deadline,
         )
 
     def _hold(self, lead: _Lead, weights: Floats) -> tuple[int, int, Flags] | None:

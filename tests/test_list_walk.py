@@ -169,15 +169,16 @@ def test_a_route_that_fits_stays_so_where_ops_take_no_time(seed: int) -> None:
     assert followed
 
 
-def test_a_walk_that_looks_up_too_much_is_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_walk_that_takes_too_long_is_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = linear_network(12)
-    budget_bytes = simulate(graph, keep_all(graph)).peak_bytes // 2
-    for name in COMPILED:
-        monkeypatch.setattr(list_walk, name, getattr(list_walk, name).py_func)
-    walk = ListWalk(graph, budget_bytes)
-    assert walk.follow(walk.route(range(len(graph.ops)))).complete
-    monkeypatch.setattr(list_walk, "MOST_LOOKUPS", 3)
-    assert not walk.follow(walk.route(range(len(graph.ops)))).complete
+    walk = ListWalk(graph, simulate(graph, keep_all(graph)).peak_bytes // 2)
+    route = walk.route(range(len(graph.ops)))
+    assert walk.follow(route).complete
+    assert walk.follow(route, deadline=0.0).complete  # so much is always granted
+    monkeypatch.setattr(list_walk, "LEAST_S", 0.0)
+    assert not walk.follow(route, deadline=0.0).complete
+    monkeypatch.setattr(list_walk, "MOST_STEPS", 3)
+    assert not walk.follow(route).complete
 
 
 def test_what_is_dear_is_not_made_twice() -> None:
