@@ -1,6 +1,7 @@
 """A schedule from blocks: the forward pass cut into a chain, its blocks solved one by one, combined by a dynamic program.
 
-The forward pass is cut at its separators. For each distinct block the least time is found on a grid of two budgets: the peak
+The forward pass is cut at its separators, and blocks that are large all the same (a recurrent network is one) where few bytes
+cross. For each distinct block the least time is found on a grid of two budgets: the peak
 inside the block, and the bytes held between its forward and its backward pass. Blocks that are alike are solved once. Rotor's
 dynamic program then chooses for every block in which of these ways to run it, and when to run it again as a whole (Zhao et
 al., ICML 2023).
@@ -16,6 +17,8 @@ from planner.blocks import BlockSolver, blocks
 from planner.chain_dp import SLOTS, ChainProgram, solve_chain
 from planner.chains import Chain, chain_of_blocks, held_throughout, small_crossing
 from planner.schedule import Schedule
+
+MOST_OPS = 40  # of the forward pass in a block, where it can be cut into smaller ones
 
 
 def block_schedule(
@@ -33,8 +36,8 @@ def block_schedule(
     problems = blocks(chain)
     fixed = graph.resident_bytes + sum(graph.values[v].size_bytes for v in held_throughout(chain))
     solver = BlockSolver(max(0, budget_bytes - fixed), peaks, saves, deadline, seed)
-    # Each block gets its share of the time by its size, so that one hard block leaves the others theirs.
-    total = sum(len(block.graph.ops) for block in problems)
+    # Each distinct block gets its share of the time by its size, so that one hard block leaves the others theirs.
+    total = sum({block.fingerprint: len(block.graph.ops) for block in problems}.values())
     ways = [solver.ways(block, time_limit_s * len(block.graph.ops) / total) for block in problems]
     schedule, notes = solve_chain(ChainProgram(chain, ways), budget_bytes, slots, time_limit_s=time_limit_s + 1)
     notes.update(distinct=solver.distinct, solved=solver.solved, exact=solver.exact, ways=sum(map(len, ways)))
@@ -43,8 +46,16 @@ def block_schedule(
     return schedule, notes
 
 
+def is_chain(graph: Graph) -> bool:
+    """Whether it has a backward pass, and blocks worth speaking of: none is more than half of the forward pass."""
+    if not any(op.backward for op in graph.ops):
+        return False
+    sizes = [len(stage.forward) for stage in _chain(graph).stages]
+    return 2 * max(sizes) <= sum(sizes)
+
+
 def _chain(graph: Graph) -> Chain:
     """The chain of blocks; small values cross cuts where that gives more of them."""
-    plain = chain_of_blocks(graph)
-    more = chain_of_blocks(graph, carried=small_crossing(graph))
+    plain = chain_of_blocks(graph, most_ops=MOST_OPS)
+    more = chain_of_blocks(graph, carried=small_crossing(graph), most_ops=MOST_OPS)
     return more if len(more.stages) > len(plain.stages) else plain

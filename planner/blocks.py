@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from graphs.ir import Graph, Op, Value
 from planner.chain_dp import Way
@@ -26,7 +27,7 @@ ROUNDS = 30  # MILPs for one pair of budgets at most
 STILL_EXACT = 1e-4  # gap of a MILP, relative to the stage's time
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Block:
     """One stage as a graph.
 
@@ -38,6 +39,11 @@ class Block:
     graph: Graph
     ops: tuple[int, ...]
     stop: int
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """That of its graph: blocks that share it can be run in the same ways."""
+        return self.graph.fingerprint()
 
     def split(self, runs: Sequence[int]) -> Way:
         """The way that a sequence of the block's ops stands for."""
@@ -125,7 +131,7 @@ class BlockSolver:
 
     def ways(self, block: Block, share_s: float) -> list[Way]:
         """Ways to run a block, each of use for some budgets; keeping all is among them. ``share_s``: time to solve at most."""
-        key = block.graph.fingerprint()
+        key = block.fingerprint
         if key not in self._found:
             self._found[key] = self._solve(block, min(self.deadline, time.perf_counter() + share_s))
         return [block.split(runs) for runs in self._found[key]]

@@ -8,8 +8,10 @@ backward passes, run from the last stage to the first, are a valid order of the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from itertools import pairwise
 
 from graphs.errors import InputError
@@ -24,7 +26,8 @@ class Stage:
 
     forward   its ops of the forward pass, in graph order
     backward  its ops of the backward pass, in graph order
-    inputs    values it reads from the stage before: the outputs of one op (empty for the first stage)
+    inputs    values it reads from the stage before: the outputs of one op, or what crosses a narrow place (empty for the first
+              stage)
     """
 
     forward: tuple[int, ...]
@@ -75,9 +78,17 @@ def separators(graph: Graph, *, carried: Collection[int] = frozenset()) -> list[
     return cuts
 
 
-def chain_of_blocks(graph: Graph, *, carried: Collection[int] = frozenset()) -> Chain:
-    """The graph cut at all its separators. A graph without any is a chain of one stage."""
-    return _cut(graph, [at for at, _ in separators(graph, carried=carried)], frozenset(carried))
+def chain_of_blocks(graph: Graph, *, carried: Collection[int] = frozenset(), most_ops: float = math.inf) -> Chain:
+    """The graph cut at all its separators. A graph without any is a chain of one stage.
+
+    most_ops  a stage of more forward ops is cut further, where it can be: where few bytes cross (``_narrow``)
+    """
+    cuts = [at for at, _ in separators(graph, carried=carried)]
+    large = [(a, b) for a, b in pairwise((-1, *cuts, forward_count(graph) - 1)) if b - a > most_ops]
+    if large:
+        held, oldest = _crossing(graph, carried)
+        cuts = sorted((*cuts, *(at for a, b in large for at in _narrow(held, oldest, a, b))))
+    return _cut(graph, cuts, frozenset(carried))
 
 
 def chain_of_ops(graph: Graph) -> Chain:
@@ -200,6 +211,46 @@ def _last_forward_readers(graph: Graph, count: int) -> list[int]:
         for v in graph.ops[i].inputs:
             last[v] = i
     return last
+
+
+def _crossing(graph: Graph, carried: Collection[int]) -> tuple[list[int], list[int]]:
+    """For each op of the forward pass, of the values that it and ops before it make for later ones of it: all their bytes, and
+    the first op that made one of them (the op itself where there are none). Values that are ``carried`` do not count.
+    """
+    last = _last_forward_readers(graph, forward_count(graph))
+    ends: dict[int, int] = {}
+    waiting: list[tuple[int, int]] = []  # a heap of pairs (maker, last reader)
+    held: list[int] = []
+    oldest: list[int] = []
+    now = 0
+    for at in range(forward_count(graph)):
+        for v in graph.ops[at].outputs:
+            if last[v] > at and v not in carried:
+                now += graph.values[v].size_bytes
+                ends[last[v]] = ends.get(last[v], 0) + graph.values[v].size_bytes
+                heappush(waiting, (at, last[v]))
+        now -= ends.pop(at, 0)
+        while waiting and waiting[0][1] <= at:
+            heappop(waiting)
+        held.append(now)
+        oldest.append(waiting[0][0] if waiting else at)
+    return held, oldest
+
+
+def _narrow(held: Sequence[int], oldest: Sequence[int], begin: int, end: int) -> list[int]:
+    """Where to cut the stage from after op ``begin`` to op ``end``: after ops where fewer bytes cross than next to them.
+
+    What crosses a cut must have been made since the one before, since a stage reads from the one before it alone. So a recurrent
+    network is cut into its time steps, and a block with a skip connection around it is not cut.
+    """
+    cuts = [begin]
+    for at in range(begin + 1, end):
+        is_least = 0 < held[at] <= held[at + 1] and (at - 1 == cuts[-1] or held[at] < held[at - 1])
+        if is_least and oldest[at] > cuts[-1]:
+            cuts.append(at)
+    while len(cuts) > 1 and oldest[end] <= cuts[-1]:
+        cuts.pop()
+    return cuts[1:]
 
 
 def _cut(graph: Graph, cuts: Sequence[int], carried: frozenset[int]) -> Chain:

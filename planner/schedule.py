@@ -91,3 +91,18 @@ def in_graph_order(runs: Iterable[int]) -> bool:
     """Whether ops run for the first time in the order of their numbers."""
     first_runs = list(dict.fromkeys(runs))
     return first_runs == sorted(first_runs)
+
+
+def put_in_graph_order(runs: Iterable[int]) -> list[int]:
+    """The runs with more of them first: before an op's first one, all ops of lower numbers that have not run.
+
+    That is graph order, for the memory it takes; whether inputs are there is for the caller to see to.
+    """
+    ordered: list[int] = []
+    coming = 0
+    for v in runs:
+        ordered.extend(range(coming, v))
+        coming = max(coming, v)
+        ordered.append(v)
+        coming += v == coming
+    return ordered

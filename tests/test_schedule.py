@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from itertools import product
 
 import pytest
@@ -9,7 +10,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graphs import Graph, InvalidSchedule, Op, Value
-from planner.schedule import Compute, Free, Schedule, Step, computes, from_json, keep_all, to_json, with_frees
+from planner.schedule import (
+    Compute,
+    Free,
+    Schedule,
+    Step,
+    computes,
+    from_json,
+    in_graph_order,
+    keep_all,
+    put_in_graph_order,
+    to_json,
+    with_frees,
+)
 from planner.simulate import simulate
 from tests.oracles import naive_peak
 from tests.strategies import graphs, random_graph, sequences
@@ -124,3 +137,16 @@ def test_keep_all_peak_is_the_naive_one(seed: int) -> None:
     trace = simulate(graph, schedule)
     assert trace.peak_bytes == naive_peak(graph, schedule)
     assert trace.time_ns == graph.keep_all_time_ns
+
+
+def test_runs_are_put_in_graph_order() -> None:
+    assert put_in_graph_order([0, 1, 0, 2, 2]) == [0, 1, 0, 2, 2]
+    assert put_in_graph_order([2, 0, 1, 3]) == [0, 1, 2, 0, 1, 3]
+    assert put_in_graph_order([]) == []
+    for seed in range(50):
+        runs = [0, 1, 2, 3, 4, 5, *random.Random(seed).choices(range(6), k=10)]
+        random.Random(seed).shuffle(runs)
+        ordered = put_in_graph_order(runs)
+        assert in_graph_order(ordered) and set(ordered) == set(runs)
+        rest = iter(ordered)
+        assert all(v in rest for v in runs)  # it is among them, in its order

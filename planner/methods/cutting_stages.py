@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING
 
 from graphs.ir import Graph
 from planner.annealing import Annealer, anneal
-from planner.block_chain import block_schedule
+from planner.block_chain import block_schedule, is_chain
 from planner.incumbent import Incumbent
 from planner.loading import undisturbed, walk_search
 from planner.milp import Answer, Outcome
 from planner.pebbling import least_peak
 from planner.result import Plan
-from planner.schedule import Compute, Schedule, computes, in_graph_order, keep_all, with_frees
+from planner.schedule import Compute, Schedule, computes, in_graph_order, keep_all, put_in_graph_order, with_frees
 from planner.simulate import simulate
 from planner.stage_model import Inside, StageModel, stage_model, walk, with_end
 
@@ -40,7 +40,8 @@ NEW_PER_ROUND = 2  # events or rows added a round at most
 # do, but at first (easy budgets) and at most (hard ones) so many:
 WORK, WORK_VARIABLES, FIRST_WORK, MORE_WORK, MOST_WORK = 100_000, 1_000, 400_000, 4, 25_000_000
 BEYOND_WORK = 2_000_000  # between two looks at the clock where a MILP takes longer
-BLOCKS_ROUND, BLOCKS_SHARE = 3, 0.15  # blocks are tried after this many rounds, for this share of the time that is left
+# Blocks are tried after so many rounds, or at once where nothing fits so far, for this share of the time that is left.
+BLOCKS_ROUND, BLOCKS_SHARE, FINE_GRID, BLOCKS_WORK = 3, 0.15, {"peaks": 6, "saves": 12}, 4_000_000
 PEBBLE_STATES, PEBBLE_SHARE = 20_000, 0.15  # sets of values to visit, share of the time left, at most, where nothing fits so far
 # Annealing, of the time that is left at most. It is for graphs without a backward pass, on which list walks do poorly, for
 # budgets where nothing fits so far, and where any order will do.
@@ -154,24 +155,11 @@ def _rounds(search: _Search, tightest: int) -> bool:
         if search.done(aim):
             return False
         if round_ == BLOCKS_ROUND:
-            share_s = BLOCKS_SHARE * search.left_s
-            chained, told = block_schedule(graph, search.budget_bytes, time_limit_s=share_s, seed=search.seed)
-            search.tell_cut_short("cut_short" in told or told.get("stopped") == "time limit")
-            if chained is not None:
-                search.offer(chained, "blocks")
-                search.follow(list(computes(chained)))
+            _blocks(search)
         if round_ == 1:
-            search.begin_walks(search.deadline)
-            if search.best is not None:
-                search.follow(list(computes(search.best)))
-            if answer.values is not None:
-                _guide(search, closed_graph, tightest)
-            if not any(op.backward for op in graph.ops) and not search.done():
-                _anneal(search, keep_order=True)
-            if search.time_ns is None and not _pebble(search):
+            guide = None if answer.values is None else partial(_guide, search, closed_graph, tightest)
+            if not _first_schedules(search, guide):
                 return False
-            if search.time_ns is None and not search.done():
-                _anneal(search, keep_order=False)
         if answer.values is None:
             return not search.done()
         search.follow(sequence)
@@ -190,9 +178,50 @@ def _rounds(search: _Search, tightest: int) -> bool:
     raise AssertionError("unreachable")
 
 
+def _first_schedules(search: _Search, guide: Callable[[], None] | None) -> bool:
+    """Look for schedules that fit by all means but MILPs; False where it turns out that there are none."""
+
+    def walks() -> None:
+        search.begin_walks(search.deadline)
+        if search.best is not None:
+            search.follow(list(computes(search.best)))
+        if guide is not None:
+            guide()
+
+    trained = any(op.backward for op in search.graph.ops)
+    if trained:
+        walks()
+    elif not search.done():
+        _anneal(search, keep_order=True)
+    if search.time_ns is None and not _pebble(search):
+        return False
+    if search.time_ns is None:
+        _blocks(search)
+    if search.time_ns is None and not search.done():
+        _anneal(search, keep_order=False)
+    if not trained and not search.done():
+        walks()
+    return True
+
+
 def _is_only_order(graph: Graph) -> bool:
     """Whether each op reads something that the one before it makes, so that no other order of first executions is valid."""
     return all(any(graph.producer[x] == v - 1 for x in op.inputs) for v, op in enumerate(graph.ops) if v > 0)
+
+
+def _blocks(search: _Search) -> None:
+    """Try a chain of blocks, once; where nothing fits so far, with more ways to run a block."""
+    if search.chained or search.done() or not is_chain(search.graph):
+        return
+    search.chained = True
+    grid = {} if search.time_ns is not None else FINE_GRID
+    share_s = BLOCKS_SHARE * search.left_s
+    schedule, told = block_schedule(search.graph, search.budget_bytes, time_limit_s=share_s, seed=search.seed, **grid)
+    search.tell_cut_short("cut_short" in told or told.get("stopped") == "time limit")
+    if schedule is not None:
+        search.offer(schedule, "blocks")
+        # Blocks put off what makes gradients of weights; without that it may not fit, and takes some work to fit again.
+        search.follow(put_in_graph_order(computes(schedule)), BLOCKS_WORK)
 
 
 def _pebble(search: _Search) -> bool:
@@ -356,6 +385,7 @@ class _Search(Incumbent):
 
     seed: int
     begun: bool = field(default=False, init=False)
+    chained: bool = field(default=False, init=False)
 
     @cached_property
     def walks(self) -> WalkSearch:
@@ -387,10 +417,10 @@ class _Search(Incumbent):
             self.begun = True
             self.take_walk()
 
-    def follow(self, sequence: Sequence[int]) -> None:
+    def follow(self, sequence: Sequence[int], work: int = 0) -> None:
         """Let list walks begin from a sequence with first executions in graph order: of others nothing is proved."""
         if in_graph_order(sequence):
-            self.walks.follow(sequence, deadline=self.deadline)
+            self.walks.follow(sequence, work, deadline=self.deadline)
             self.take_walk()
 
     def take_walk(self) -> None:
