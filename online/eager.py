@@ -15,9 +15,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
+import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from types import FunctionType
 from typing import Any, cast
 
@@ -62,6 +64,7 @@ from online.recipes import (
     sizes_of,
 )
 from online.runtime import Failure, Run, RunStatus, rule
+from online.workspace import Workspace, learned_workspaces
 from planner.budget import resolve_budget
 from planner.draws import generator_state
 from planner.schedule import Compute, Free, Schedule, to_json
@@ -98,6 +101,11 @@ def budget(
     Raises BudgetExceeded before an op runs that would not fit, or at the end of the block where what it leaves alive does not
     fit together; NoScheduleFound at the thrash limit; InputError for what cannot be used. Everything alive at the end of the
     block is in memory afterwards; after an error, whatever the budget.
+
+    CUDA: workspace inside of an op is learned when a call with these shapes and dtypes first runs in this process, and room is
+    made for it from then on. That first run may break the budget, as may a run of an op whose result has a size that depends on
+    data; a RuntimeWarning at the end of the block names the op then. ``peak_bytes`` counts the workspace, the first one too. What
+    libraries keep for good (cuBLAS) is not in the budget.
     """
     heuristic, *extras = heuristic.split("+")
     if extras not in ([], ["reclaim"]):
@@ -117,9 +125,24 @@ def budget(
 class _Surprise(Exception):
     """An op has made other storages than were foreseen."""
 
-    def __init__(self, result: Any) -> None:
-        super().__init__(result)
+    def __init__(self, result: Any, took_ns: int) -> None:
+        super().__init__(result, took_ns)
         self.result = result
+        self.took_ns = took_ns
+
+
+@dataclass(slots=True)
+class _Running:
+    """An op that the engine makes room for: its number, the call, what it is to make, and workspace that is none of its own."""
+
+    op: int
+    key: Key
+    func: Any
+    args: Any
+    kwargs: Any
+    sizes: tuple[int, ...]
+    workspace: Workspace | None
+    other_bytes: int
 
 
 class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
@@ -154,7 +177,9 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
         self._readers_of: defaultdict[int, list[int]] = defaultdict(list)  # of each storage of the engine; see _readers
         self._ops_seen = 0
         self._resident: list[int] = []
-        self._running: tuple[int, Any, Any, Any, tuple[int, ...], Key] | None = None
+        self._workspaces = learned_workspaces()
+        self._over: tuple[str, int] | None = None  # the first op whose workspace, not known before, broke the budget; bytes then
+        self._running: _Running | None = None
         self._result: Any = None
         self._made: list[UntypedStorage] = []
         self._wall_s = 0.0
@@ -276,7 +301,7 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
         if not kind.gives_back:
             sizes = sizes_of.get(full)
             if sizes is None:
-                sizes = foreseen(func, args, kwargs)
+                sizes = (BOUNDS[kind.name](args[0]),) if kind.name in BOUNDS else foreseen(func, args, kwargs)
                 if sizes is not None:
                     remember(full, sizes)
             if sizes == () and not written and not kind.acts:
@@ -317,27 +342,28 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
         """Run an op for the first time: at once or after making room for it; where its size is unknown, room is made then."""
         engine = self._engine
         reads = tuple([content.number for content in read])
-        if sizes is None:
-            first = args[0] if args and isinstance(args[0], Tensor) else None
-            if first is not None and kind.name in BOUNDS:
-                sizes = (BOUNDS[kind.name](first),)
         before = tuple([content.size_bytes for content in written]) if written else ()
         copies_bytes = sum([content.size_bytes for content in scratch]) if scratch else 0
         all_sizes = before + sizes if sizes is not None else ()
-        workspace_bytes = copies_bytes if REPLACES_IN_PLACE else copies_bytes + max(sizes or (0,))
+        other_bytes = copies_bytes if REPLACES_IN_PLACE else copies_bytes + max(sizes or (0,))
+        workspace = None if self._workspaces is None else self._workspaces.of(key)
+        workspace_bytes = other_bytes if workspace is None else other_bytes + workspace.size_bytes
         entry = kind.entries[recipe is None][in_backward()]
         has_run = False
         if sizes is None:
             for s in reads:
                 self._guarded(kind.name, engine.hold, s)
             try:
-                result = func(*args, **kwargs)
+                result, _, _, took_ns = self._timed(key, workspace, func, args, kwargs)
             finally:
                 engine.let_go_of_all()
             has_run = True
         elif engine.fits(reads, sum(all_sizes) + workspace_bytes):
-            result, made, made_bytes, took_ns = self._timed(key, func, args, kwargs)
+            result, made, made_bytes, took_ns = self._timed(key, workspace, func, args, kwargs)
             if made_bytes == sizes:
+                if workspace is not None and other_bytes + workspace.size_bytes > workspace_bytes:
+                    workspace_bytes = other_bytes + workspace.size_bytes
+                    self._note(kind.name, engine.used_bytes + sum(all_sizes) + workspace_bytes)
                 op = engine.ran(reads, all_sizes, workspace_bytes, took_ns)
                 self._log.append(entry)
                 self._bind(op, written, made, recipe)
@@ -346,11 +372,11 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
         if not has_run:
             assert sizes is not None
             op = self._declare(entry, reads, all_sizes, workspace_bytes)
-            self._running = op, func, args, kwargs, sizes, key
+            self._running = _Running(op, key, func, args, kwargs, sizes, workspace, other_bytes)
             try:
                 self._guarded(kind.name, engine.call, op)
             except _Surprise as caught:
-                has_run, result = True, caught.result
+                has_run, result, took_ns = True, caught.result, caught.took_ns
             else:
                 result, made = self._result, self._made
             finally:
@@ -358,15 +384,21 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
         if has_run:  # now that its sizes are known, what it made is counted and made room for
             made = self._new_storages(result)
             sizes = tuple(map(counted_bytes, made))
-            workspace_bytes = copies_bytes if REPLACES_IN_PLACE else copies_bytes + max(sizes, default=0)
-            op = self._declare(entry, reads, before + sizes, workspace_bytes)
+            other_bytes = copies_bytes if REPLACES_IN_PLACE else copies_bytes + max(sizes, default=0)
+            workspace_bytes = other_bytes if workspace is None else other_bytes + workspace.size_bytes
+            op = self._declare(entry, reads, before + sizes, workspace_bytes, took_ns)
+            self._note(kind.name, engine.used_bytes + sum(sizes) + (0 if workspace is None else workspace.size_bytes))
             self._guarded(kind.name, engine.call, op)
-            remember(key, sizes)
+            if kind.name not in BOUNDS:
+                remember(key, sizes)
         self._bind(op, written, made, recipe)
         return result
 
-    def _timed(self, key: Key, func: Any, args: Any, kwargs: Any) -> tuple[Any, list[UntypedStorage], tuple[int, ...], int]:
+    def _timed(
+        self, key: Key, workspace: Workspace | None, func: Any, args: Any, kwargs: Any
+    ) -> tuple[Any, list[UntypedStorage], tuple[int, ...], int]:
         """Run an op for the first time: its result, the new storages in it, their bytes, and the time it takes."""
+        before = None if workspace is None else workspace.before(args, kwargs)
         begin = time.perf_counter_ns()
         result = func(*args, **kwargs)
         took_ns = time.perf_counter_ns() - begin
@@ -374,6 +406,8 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
         sizes = (counted_bytes(made[0]),) if len(made) == 1 else tuple([counted_bytes(storage) for storage in made])
         if self._costs == "modelled" or (self._costs is None and made and made[0].device.type == "cuda"):
             took_ns = self._model.time_ns(key, func, args, kwargs, result)
+        if workspace is not None and before is not None:
+            workspace.learn(before, sum([storage.nbytes() for storage in made]))
         return result, made, sizes, took_ns
 
     def _new_storages(self, result: Any) -> list[UntypedStorage]:
@@ -415,7 +449,7 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
                 content = self._content(argument)
             read.append(content)
             shape, stride, dtype = argument.shape, argument.stride(), argument.dtype
-            key += (shape, stride, dtype)
+            key += (shape, stride, dtype, argument.is_cuda)
             conjugate = dtype.is_complex and argument.is_conj()
             keeps = storage if content.made_by is None else None
             return View((content, shape, stride, argument.storage_offset(), dtype, conjugate, keeps))
@@ -443,11 +477,18 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
                 found[self._content(tensor)] = None
         return list(found)
 
-    def _declare(self, entry: Entry, reads: tuple[int, ...], sizes: tuple[int, ...], workspace_bytes: int) -> int:
+    def _declare(
+        self, entry: Entry, reads: tuple[int, ...], sizes: tuple[int, ...], workspace_bytes: int, time_ns: int = 0
+    ) -> int:
         """A new op and its storages, in the engine; ``_bind`` says the rest."""
-        op = self._engine.declare(reads, sizes, workspace_bytes)
+        op = self._engine.declare(reads, sizes, workspace_bytes, time_ns)
         self._log.append(entry)
         return op
+
+    def _note(self, name: str, asked_bytes: int) -> None:
+        """An operator has had so many bytes in memory."""
+        if self._over is None and asked_bytes > self._engine.budget_bytes:
+            self._over = name, asked_bytes
 
     def _guarded(self, name: str, step: Callable[[int], None], number: int) -> None:
         """A step of the engine for an operator of that name. Whatever fails, nothing stays locked."""
@@ -639,12 +680,16 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
     def compute(self, op: int) -> None:
         """Run an op, for the first time or again."""
         engine = self._engine
-        if self._running is not None and self._running[0] == op:
-            _, func, args, kwargs, sizes, key = self._running
-            self._result, self._made, made_bytes, took_ns = self._timed(key, func, args, kwargs)
-            if made_bytes != sizes:
-                raise _Surprise(self._result)
+        running = self._running
+        if running is not None and running.op == op:
+            func, workspace = running.func, running.workspace
+            call = self._timed(running.key, workspace, func, running.args, running.kwargs)
+            self._result, self._made, made_bytes, took_ns = call
+            if made_bytes != running.sizes:
+                raise _Surprise(self._result, took_ns)
             engine.took(op, took_ns)
+            if workspace is not None:
+                self._note(kind_of(func).name, engine.needed(op, running.other_bytes + workspace.size_bytes))
             return
         known = self._recipe_of[op] if op < len(self._recipe_of) else None
         recipe = known() if known is not None else None
@@ -695,6 +740,14 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
         self._bury()
         if problem is not None:
             raise problem
+        if self._over is not None and not failed:
+            name, asked_bytes = self._over
+            warnings.warn(
+                f"{name} has had up to {asked_bytes:,} bytes in memory, above the budget of {self.budget_bytes:,}: what it takes "
+                f"could not be known before it ran",
+                RuntimeWarning,
+                stacklevel=3,
+            )
 
     @functools.cached_property
     def _recorded(self) -> tuple[Graph, Schedule]:

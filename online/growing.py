@@ -129,6 +129,15 @@ class GrowingEngine(Engine):
         """The time of an op that is running for the first time."""
         self._time_ns[op] = time_ns
 
+    def needed(self, op: int, workspace_bytes: int) -> int:
+        """An op that is running for the first time takes so much workspace, if not more: bytes in memory with it."""
+        if workspace_bytes > self._workspace_bytes[op]:
+            self._workspace_bytes[op] = workspace_bytes
+        asked = self.used_bytes + self._made_bytes[op] + self._workspace_bytes[op]
+        if asked > self.peak_bytes:
+            self.peak_bytes = asked
+        return asked
+
     @property
     def ops(self) -> int:
         """How many have been declared."""

@@ -216,6 +216,20 @@ def test_any_model_under_a_budget_is_plain_pytorch(name: str) -> None:
         assert torch.equal(parameter.grad, plain[name]), name  # type: ignore[arg-type]
 
 
+@pytest.mark.gpu
+@needs_cuda
+def test_workspace_inside_of_eager_ops_is_learned() -> None:
+    x = torch.randn(1 << 20, device="cuda")
+    kinds = {}
+    for _ in range(3):
+        with online.budget(None, holding=[x]) as run_:
+            torch.sort(x)
+            torch.mul(x, 2)
+        kinds = {op.kind: op for op in run_.graph.ops}
+    assert kinds["aten.sort.default"].workspace_bytes > 0
+    assert kinds["aten.mul.Tensor"].workspace_bytes == 0
+
+
 class Net(nn.Module):
     """Convolutions, batch norm and dropout."""
 
