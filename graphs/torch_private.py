@@ -146,6 +146,7 @@ def replace_content(storage: UntypedStorage, content: UntypedStorage) -> None:
     else:
         storage.resize_(content.nbytes())
         storage.copy_(content)
+        content.resize_(0)
 
 
 def kept_from_compiler(function: FunctionType) -> bool:

@@ -345,7 +345,7 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
         before = tuple([content.size_bytes for content in written]) if written else ()
         copies_bytes = sum([content.size_bytes for content in scratch]) if scratch else 0
         all_sizes = before + sizes if sizes is not None else ()
-        other_bytes = copies_bytes if REPLACES_IN_PLACE else copies_bytes + max(sizes or (0,))
+        other_bytes = copies_bytes if REPLACES_IN_PLACE else copies_bytes + max(all_sizes, default=0)
         workspace = None if self._workspaces is None else self._workspaces.of(key)
         workspace_bytes = other_bytes if workspace is None else other_bytes + workspace.size_bytes
         entry = kind.entries[recipe is None][in_backward()]
@@ -384,7 +384,7 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
         if has_run:  # now that its sizes are known, what it made is counted and made room for
             made = self._new_storages(result)
             sizes = tuple(map(counted_bytes, made))
-            other_bytes = copies_bytes if REPLACES_IN_PLACE else copies_bytes + max(sizes, default=0)
+            other_bytes = copies_bytes if REPLACES_IN_PLACE else copies_bytes + max(before + sizes, default=0)
             workspace_bytes = other_bytes if workspace is None else other_bytes + workspace.size_bytes
             op = self._declare(entry, reads, before + sizes, workspace_bytes, took_ns)
             self._note(kind.name, engine.used_bytes + sum(sizes) + (0 if workspace is None else workspace.size_bytes))

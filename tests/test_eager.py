@@ -297,6 +297,23 @@ def test_same_answer_within_the_bytes(name: str, heuristic: str) -> None:
     assert most > 2
 
 
+@pytest.mark.parametrize("name", ["cnn", "transformer", "views"])
+def test_the_bytes_hold_where_memory_is_copied(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As before torch 2.12, where a storage cannot be given the memory of another one."""
+    for module in ("graphs.torch_private", "online.eager"):
+        monkeypatch.setattr(f"{module}.REPLACES_IN_PLACE", False)
+    found = case(name)
+    fitting = 0
+    for part in (0.95, 0.85, 0.75):
+        budget_bytes = int(part * found.keep_all_bytes)
+        run, meter = found.budget(budget_bytes, thrash_limit=4), Meter(found.model, found.inputs)
+        with contextlib.suppress(BudgetExceeded, NoScheduleFound):
+            assert same(found.answer(meter, run), found.want)
+            assert meter.peak_bytes <= run.peak_bytes <= budget_bytes
+            fitting += run.counters.recomputations > 0
+    assert fitting
+
+
 def test_costs_measured_by_the_clock_change_nothing_but_the_choice() -> None:
     found = case("cnn")
     found.reset()
