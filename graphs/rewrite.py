@@ -345,6 +345,7 @@ _NORMS = (
     aten._native_batch_norm_legit_functional.default,
     aten._native_batch_norm_legit.no_stats,
 )
+_BAGS = (aten._embedding_bag.default, aten._embedding_bag_forward_only.default)
 
 
 def real_bytes(node: fx.Node, index: int, tensor: Tensor, held_bytes: Callable[[fx.Node], int]) -> int:
@@ -360,4 +361,7 @@ def real_bytes(node: fx.Node, index: int, tensor: Tensor, held_bytes: Callable[[
         return max(size, held_bytes(node.all_input_nodes[0]))
     if node.target in _NORMS and index and tensor.device.type == "cpu":  # in mixed precision the statistics are fp32
         return max(size, *(tensor.numel() * t.element_size() for t in arguments))
+    if node.target in _BAGS and tensor.device.type == "cpu" and size:  # made with a last entry that is cut off
+        longer = index == 1 or (index == 2 and node.args[7:8] == (True,))
+        return size + longer * tensor.element_size()
     return size

@@ -94,7 +94,7 @@ class Watch:
 
         def read(part: nn.Module, key: str) -> Any:
             path = self._paths.get(id(part))
-            if path is not None and key not in OWN:
+            if path is not None and key not in OWN and not _is_derived(part, key):
                 mine = object.__getattribute__(part, "__dict__")
                 if mine.get(key, ABSENT) is self._before[path].get(key, ABSENT):
                     self.reads.setdefault(path, set()).add(key)
@@ -109,7 +109,7 @@ class Watch:
             now, before = vars(part), self._before[path]
             for key in now.keys() | before.keys():
                 old, new = before.get(key, ABSENT), now.get(key, ABSENT)
-                if old is new or key in OWN or same_plain(old, new):
+                if old is new or key in OWN or _is_derived(part, key) or same_plain(old, new):
                     continue
                 self.changed.add((path, key))
                 if key in self.reads.get(path, ()) and not (old is ABSENT and callable(new)):
@@ -133,6 +133,11 @@ class Watch:
             f"{self.name} does not do the same in every call ({what}), as a captured step would; draw random numbers with torch, "
             f"and keep what changes in buffers"
         )
+
+
+def _is_derived(part: nn.Module, key: str) -> bool:
+    """Whether an attribute lists the module's own parameters, and is made anew where these are others, as while tracing."""
+    return key in ("_flat_weights", "_flat_weight_refs") and isinstance(part, nn.RNNBase)
 
 
 @contextlib.contextmanager

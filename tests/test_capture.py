@@ -215,6 +215,11 @@ def branch_on_what_was_a_constant(model: Lambda, x: Tensor) -> Tensor:
     return square(model.linear(x)) if row.sum() > 0 else x.sum()
 
 
+def bags_to_the_last(model: Lambda, x: Tensor) -> Tensor:
+    ends = torch.tensor([0, 3, 3, 8])
+    return square(F.embedding_bag((x[0] * 9).long() % 8, model.linear.weight, ends, mode="max", include_last_offset=True))
+
+
 def gradient_penalty(model: Lambda, x: Tensor) -> Tensor:
     (gradient,) = torch.autograd.grad(model.linear(x).tanh().sum(), model.linear.weight, create_graph=True)
     return square(gradient)
@@ -255,6 +260,9 @@ CASES: dict[str, Callable[[], Case]] = {
     "branch on positions": lambda: lambda_case(branch_on_positions, x8),
     "split": lambda: lambda_case(lambda m, x: square(torch.cat([t.tanh() for t in m.linear(x).split(3, 1)], 1)), x8),
     "in place": lambda: lambda_case(lambda m, x: square(m.linear(x).add_(1).mul_(2).t()[2:4]), x8),
+    "bags": lambda: lambda_case(
+        lambda m, x: square(F.embedding_bag((x * 9).long() % 8, m.linear.weight, mode="mean")) + bags_to_the_last(m, x), x8
+    ),
     "mse": lambda: lambda_case(lambda m, x: F.mse_loss(m.linear(x), x), x8),
     "written slice": lambda: lambda_case(lambda m, x: (h := m.linear(x).clone(), h[1:2].zero_(), square(h))[2], x8),
     "effect": lambda: lambda_case(lambda m, x: square(torch.linalg.inv(m.linear(x).mT @ x + 9 * torch.eye(8))), x8),
@@ -945,6 +953,26 @@ def test_bind_ignores_what_no_forward_read():
     handle = model.register_forward_hook(lambda *_: None)
     handle.remove()
     bind(step, x8)
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers_are_captured_as_their_cells(kind: type[nn.RNNBase]) -> None:
+    torch.manual_seed(0)
+    model = Lambda(lambda m, x: square(m.inner(m.linear(x))[0]))
+    model.inner = kind(8, 6, 2, batch_first=True, bidirectional=True)
+    x = torch.randn(3, 5, 8)
+    step = capture(model, x)
+    model.inner.float()  # lists its parameters anew
+    for _ in range(2):
+        with torch.no_grad():
+            got = answer_of(step, step.module(*bind(step, x)))
+        model.zero_grad()
+        loss = model(x)
+        loss.backward()
+        torch.testing.assert_close(got.loss, loss.detach())
+        torch.testing.assert_close(got.gradients, {name: p.grad for name, p in model.named_parameters()})
+        with torch.no_grad():
+            model.inner.weight_hh_l0.mul_(0.5)
 
 
 def test_bind_reads_the_model_as_it_is_now():
