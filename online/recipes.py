@@ -95,9 +95,10 @@ class Recipe:
     scratch       contents it writes to without what it returns depending on them: run again, it writes to a copy
     makes         what it made (weakly: a recipe lives as long as something made by it may be needed)
     draw          the generator (or the device whose default one it is) and its state before the draw, of a random op
+    with_grad     whether gradients were enabled: some kernels (oneDNN's recurrent layers) make more then
     """
 
-    __slots__ = ("__weakref__", "args", "draw", "func", "kwargs", "makes", "scratch", "written")
+    __slots__ = ("__weakref__", "args", "draw", "func", "kwargs", "makes", "scratch", "with_grad", "written")
 
     def __init__(self, func: Any, args: Any, kwargs: Any, written: list[Content], scratch: list[Content]) -> None:
         self.func = func
@@ -107,6 +108,7 @@ class Recipe:
         self.scratch = scratch
         self.makes: list[Known] = []
         self.draw: tuple[torch.device | torch.Generator, Tensor] | None = None
+        self.with_grad = torch.is_grad_enabled()
 
     def run(self) -> list[UntypedStorage]:
         """Run the op once more: the storages it makes, those of new contents it writes first."""
@@ -114,7 +116,8 @@ class Recipe:
         old: set[int] = set()
         args = [_filled(argument, own, old) for argument in self.args]
         kwargs = {name: _filled(argument, own, old) for name, argument in self.kwargs.items()}
-        with without_autocast():
+        # No argument requires a gradient, so nothing is recorded.
+        with without_autocast(), torch.set_grad_enabled(self.with_grad):
             if self.draw is None:
                 result = self.func(*args, **kwargs)
             else:

@@ -173,6 +173,17 @@ class Views(nn.Module):
         return total
 
 
+class Lstm(nn.Module):
+    """A fused layer whose kernel asks whether gradients are enabled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.LSTM(12, 16, 2, dropout=0.2, batch_first=True, bidirectional=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)[0].square().mean()
+
+
 class Mixed(nn.Module):
     """Parts under autocast, parts without gradients."""
 
@@ -201,6 +212,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Any, ...]]]] 
     "cnn": (Cnn, lambda: (torch.randn(8, 3, 8, 8), torch.randint(0, 5, (8,)))),
     "transformer": (Transformer, lambda: (torch.randint(0, 50, (4, 12)),)),
     "lstm": (LstmLoop, lambda: (torch.randn(16, 12, 16), torch.randint(3, 12, (16,)))),
+    "fused_lstm": (Lstm, lambda: (torch.randn(4, 6, 12),)),
     "tree_lstm": (TreeLstm, lambda: (((((1, 2), (3, (4, 5))), ((6, 7), 8)), ((1, (2, 3)), (9, 0))),)),
     "early_exit": (EarlyExit, lambda: (torch.randn(256, 32),)),
     "views": (Views, lambda: (torch.randn(64, 24),)),
