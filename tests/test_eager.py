@@ -178,7 +178,7 @@ class Lstm(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner = nn.LSTM(12, 16, 2, dropout=0.2, batch_first=True, bidirectional=True)
+        self.inner = nn.LSTM(12, 16, 4, dropout=0.2, batch_first=True, bidirectional=True)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.inner(x)[0].square().mean()
