@@ -36,7 +36,11 @@ from torch._subclasses.fake_tensor import (
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.fx.graph import CodeGen, _BoxedCodeGen
 from torch.utils._mode_utils import no_dispatch
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode_stack,
+    is_traceable_wrapper_subclass,
+)
 from torch.utils._pytree import (
     TreeSpec,
     keystr,
@@ -64,6 +68,7 @@ __all__ = [
     "compile_partitioned",
     "copy_all",
     "in_backward",
+    "is_active",
     "is_operator",
     "is_traceable_wrapper_subclass",
     "kept_from_compiler",
@@ -162,6 +167,11 @@ def kept_from_compiler(function: FunctionType) -> bool:
 def in_backward() -> bool:
     """Whether autograd is running a backward pass in this thread."""
     return torch._C._current_graph_task_id() != -1
+
+
+def is_active(mode: TorchDispatchMode) -> bool:
+    """Whether a mode sees the operators of this thread."""
+    return mode in _get_current_dispatch_mode_stack()
 
 
 def takes_cudnn_batch_norm(

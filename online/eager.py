@@ -35,6 +35,7 @@ from graphs.torch_private import (
     REPLACES_IN_PLACE,
     TorchDispatchMode,
     in_backward,
+    is_active,
     kept_from_compiler,
     replace_content,
     tree_leaves,
@@ -166,6 +167,7 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
         self._costs = costs
         self._model = CostModel()
         self._interposed = contextlib.ExitStack()
+        self._operators = _Operators(self)
         self._contents: dict[int, Content] = {}  # by the key of the storage of the program that holds them
         self._seen_modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._died: list[Notice] = []  # of storages the program has dropped
@@ -192,33 +194,37 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
 
     def __enter__(self) -> EagerRun:
         if _UNDER_WAY:
-            raise InputError("a block under a budget cannot hold another one")
+            raise InputError("a block under a budget cannot hold another one, and there can be one at a time")
         if self._alive is not None:
             raise InputError("this run is over; call budget() again for another one")
-        _UNDER_WAY.append(self)
         try:
+            _UNDER_WAY.append(self)
             for tensor in _tensors_in(self._holding):
                 self._meet(tensor, resident=True)
             self._holding = ()
             self._interposed.enter_context(cast(Any, register_module_forward_pre_hook(self._meet_module)))
             self._interposed.callback(register_optimizer_step_post_hook(self._keep_state).remove)
             self._interposed.enter_context(_RawReads(self))
-            self._interposed.enter_context(_Operators(self))
+            self._interposed.enter_context(self._operators)
             self._interposed.enter_context(old_objects_left_alone())
         except BaseException:
             self._interposed.close()
-            _UNDER_WAY.remove(self)
+            _UNDER_WAY.clear()
             raise
         self._wall_s = time.perf_counter()
         return self
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
-        self._interposed.close()
-        self._wall_s = time.perf_counter() - self._wall_s
         try:
+            self._interposed.close()
+            self._wall_s = time.perf_counter() - self._wall_s
             self._settle(failed=error is not None)
+        except KeyboardInterrupt:  # whatever it has cut off is done now
+            self._interposed.close()
+            self._settle(failed=True)
+            raise
         finally:
-            _UNDER_WAY.remove(self)
+            _UNDER_WAY.clear()
 
     @property
     def counters(self) -> Counters:
@@ -616,19 +622,23 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
             self._interposed.callback(handle.remove)
         return content
 
+    def _is_here(self) -> bool:
+        """Whether this thread runs the block, or a backward for it: the hooks of torch are those of all threads."""
+        return is_active(self._operators)
+
     def _keep_gradient(self, leaf: Tensor) -> None:
         """A gradient has reached its parameter. It is to be there at the end, and what it came from is about to go."""
-        if leaf.grad is not None and leaf.grad.layout is torch.strided:
+        if leaf.grad is not None and leaf.grad.layout is torch.strided and self._is_here():
             self._keep(self._content(leaf.grad), "a gradient")
 
     def _keep_state(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """After a step of an optimizer: its state stays, as it could be made again only from the gradients of all steps."""
-        for tensor in _tensors_in(optimizer.state):
+        for tensor in _tensors_in(optimizer.state) if self._is_here() else ():
             self._fix(self._content(tensor), "the state of an optimizer")
 
     def _meet_module(self, module: nn.Module, inputs: Any) -> None:
         """At the first call of a module: all it holds is in memory from now on at the latest."""
-        if module in self._seen_modules:
+        if module in self._seen_modules or not self._is_here():
             return
         for part in module.modules():
             self._seen_modules.add(part)
@@ -722,6 +732,8 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
     def _settle(self, *, failed: bool) -> None:
         """Bring back all that is alive, and write the run down."""
         engine = self._engine
+        if self._alive is not None:
+            return
         self._bury()
         problem: BudgetExceeded | NoScheduleFound | None = None
         alive = list(self._contents.values())

@@ -7,6 +7,7 @@ import copy
 import functools
 import gc
 import io
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -551,6 +552,51 @@ def test_an_op_that_fails_can_be_caught_inside() -> None:
                 y.index_select(0, torch.tensor([200]))
     assert torch.equal(y, (x * 2).tanh())
     assert len([op for op in run.graph.ops if op.kind == "aten.mm.default"]) == 0
+
+
+def test_what_other_threads_do_is_no_matter_of_the_block() -> None:
+    found = case("mlp")
+    other = Mlp()
+    optimizer = torch.optim.Adam([*other.parameters(), *found.model.parameters()])
+    x = torch.randn(64, 32)
+    loss = found.model(x)
+
+    def train() -> None:
+        optimizer.zero_grad(set_to_none=False)
+        other(x).backward()
+        loss.backward()
+        optimizer.step()
+
+    with budget(None, holding=(found.model, found.inputs)) as run:
+        y = torch.zeros(10) + 1
+        before = run.live_bytes
+        thread = threading.Thread(target=train)
+        thread.start()
+        thread.join()
+        assert run.live_bytes == before
+    assert [op.kind for op in run.graph.ops] == ["aten.zeros.default", "aten.add.Tensor"]
+    assert y[0] == 1
+
+
+@EXACT
+def test_ctrl_c_at_the_end_leaves_no_tensor_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    keep, x = EagerRun._keep, torch.randn(1000)
+    interruptions = [KeyboardInterrupt]
+
+    def interrupted(run: EagerRun, content: Any, name: str) -> None:
+        if name == "what the block leaves alive" and interruptions:
+            raise interruptions.pop()
+        keep(run, content, name)
+
+    monkeypatch.setattr(EagerRun, "_keep", interrupted)
+    with pytest.raises(KeyboardInterrupt), budget(17_000, holding=x) as run:
+        tensors = [x * i for i in range(3)]
+        x.sigmoid().add_(1)
+        assert run.counters.evictions >= 2
+    assert [t.untyped_storage().nbytes() for t in tensors] == [4000] * 3
+    assert all(torch.equal(t, x * i) for i, t in enumerate(tensors))
+    with budget(None):
+        pass
 
 
 def test_thrashing_is_said() -> None:
