@@ -69,6 +69,7 @@ __all__ = [
     "copy_all",
     "in_backward",
     "is_active",
+    "is_functorch_wrapped",
     "is_operator",
     "is_traceable_wrapper_subclass",
     "kept_from_compiler",
@@ -185,6 +186,11 @@ def takes_cudnn_batch_norm(
 
 
 without_autocast = torch._C._DisableAutocast  # a context: operators run in the types they are given
+
+
+def is_functorch_wrapped(tensor: Tensor) -> bool:
+    """Whether a tensor stands for another one inside of ``torch.func.grad``, ``vmap`` and the like; it has no storage."""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
 
 
 def is_operator(target: object) -> bool:

@@ -36,6 +36,7 @@ from graphs.torch_private import (
     TorchDispatchMode,
     in_backward,
     is_active,
+    is_functorch_wrapped,
     kept_from_compiler,
     replace_content,
     tree_leaves,
@@ -643,7 +644,8 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
         for part in module.modules():
             self._seen_modules.add(part)
         for tensor in _tensors_in(module):
-            self._meet(tensor, resident=True)
+            if not is_functorch_wrapped(tensor):  # what it stands for is met where operators read it
+                self._meet(tensor, resident=True)
         for parameter in module.parameters():
             if parameter.grad is not None:
                 self._meet(parameter.grad)

@@ -218,7 +218,8 @@ class Kind:
         tensors = [at for at, a in enumerate(schema.arguments) if "Tensor" in str(a.type)]
         self.of_first = tensors == [0] and str(schema.arguments[0].type) == "Tensor"
         makes_views = func.is_view or torch.Tag.inplace_view in func.tags
-        self.looks = not self.moves and (makes_views or not (gives_tensors or self.written or self.acts))
+        has_none = not tensors and not gives_tensors  # say, marks for the profiler
+        self.looks = not self.moves and (makes_views or has_none or not (gives_tensors or self.written or self.acts))
 
     def _entries(self) -> tuple[tuple[Entry, Entry], ...]:
         return tuple(((self, acts, False), (self, acts, True)) for acts in (False, True))

@@ -554,6 +554,30 @@ def test_an_op_that_fails_can_be_caught_inside() -> None:
     assert len([op for op in run.graph.ops if op.kind == "aten.mm.default"]) == 0
 
 
+def test_batches_come_from_a_loader_inside() -> None:
+    """It marks each batch for the profiler, with operators that neither take nor make tensors."""
+    data = torch.utils.data.TensorDataset(torch.arange(12.0).reshape(6, 2))
+    with budget(None) as run:
+        sums = [batch.sum().item() for (batch,) in torch.utils.data.DataLoader(data, batch_size=2)]
+    assert sums == [6, 22, 38]
+    assert not [op.kind for op in run.graph.ops if "profiler" in op.kind]
+
+
+def test_function_transforms_work_inside() -> None:
+    model, x = seeded(Mlp), seeded(lambda: torch.randn(4, 8, 32))
+    parameters = dict(model.named_parameters())
+
+    def loss(parameters: dict[str, Tensor], x: Tensor) -> Tensor:
+        return torch.func.functional_call(model, parameters, (x,))  # type: ignore[no-any-return]
+
+    each = torch.func.vmap(torch.func.grad(loss), (None, 0))
+    want = each(parameters, x)
+    with budget(None, holding=(model, x)) as run:
+        got = each(parameters, x)
+    assert all(torch.equal(got[name], gradient) for name, gradient in want.items())
+    assert run.live_bytes < run.peak_bytes
+
+
 def test_what_other_threads_do_is_no_matter_of_the_block() -> None:
     found = case("mlp")
     other = Mlp()
