@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
+    from planner.annealed_walks import AnnealedWalks
     from planner.walk_search import WalkSearch
 
 T = TypeVar("T")
@@ -25,6 +26,17 @@ def _walk_search() -> type[WalkSearch]:
     from planner.walk_search import WalkSearch
 
     return WalkSearch
+
+
+def annealed_walks() -> type[AnnealedWalks]:
+    """The same with annealing."""
+    return undisturbed(_annealed_walks)
+
+
+def _annealed_walks() -> type[AnnealedWalks]:
+    from planner.annealed_walks import AnnealedWalks
+
+    return AnnealedWalks
 
 
 def undisturbed(work: Callable[[], T]) -> T:

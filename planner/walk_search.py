@@ -65,6 +65,7 @@ class WalkSearch:
 
     runs     the cheapest sequence found, None before one fits
     time_ns  of that sequence; infinite before
+    hurried  whether the clock made it search otherwise (not: less) than without one
     """
 
     def __init__(self, graph: Graph, budget_bytes: int, seed: int) -> None:
@@ -80,6 +81,7 @@ class WalkSearch:
         self._leads: list[_Lead] = []
         self.runs: Ints | None = None
         self.time_ns = math.inf
+        self.hurried = False
 
     def copy(self) -> WalkSearch:
         """One that goes on from here by itself."""

@@ -22,7 +22,7 @@ from graphs.ir import Graph
 from planner.annealing import Annealer, anneal
 from planner.block_chain import block_schedule, is_chain
 from planner.incumbent import Incumbent
-from planner.loading import undisturbed, walk_search
+from planner.loading import annealed_walks, undisturbed, walk_search
 from planner.milp import Answer, Outcome
 from planner.pebbling import least_peak
 from planner.result import Plan
@@ -188,8 +188,7 @@ def _first_schedules(search: _Search, guide: Callable[[], None] | None) -> bool:
         if guide is not None:
             guide()
 
-    trained = any(op.backward for op in search.graph.ops)
-    if trained:
+    if search.trained:
         walks()
     elif not search.done():
         _anneal(search, keep_order=True)
@@ -199,7 +198,7 @@ def _first_schedules(search: _Search, guide: Callable[[], None] | None) -> bool:
         _blocks(search)
     if search.time_ns is None and not search.done():
         _anneal(search, keep_order=False)
-    if not trained and not search.done():
+    if not search.trained and not search.done():
         walks()
     return True
 
@@ -389,8 +388,17 @@ class _Search(Incumbent):
 
     @cached_property
     def walks(self) -> WalkSearch:
-        """The list walks. Made when first asked for: many budgets need none, and their compiled code takes time to load."""
-        return walk_search()(self.graph, self.budget_bytes, self.seed)
+        """The list walks, with annealing in graphs without a backward pass.
+
+        Made when first asked for: many budgets need none, and their compiled code takes time to load.
+        """
+        search = walk_search() if self.trained else annealed_walks()
+        return search(self.graph, self.budget_bytes, self.seed)
+
+    @cached_property
+    def trained(self) -> bool:
+        """Whether the graph has a backward pass."""
+        return any(op.backward for op in self.graph.ops)
 
     @property
     def base(self) -> int:
@@ -427,3 +435,4 @@ class _Search(Incumbent):
         """Offer the best list walk, where it is news."""
         if self.walks.runs is not None and self.wants(self.budget_bytes, self.walks.time_ns):
             self.offer(with_frees(self.graph, self.walks.runs.tolist()), "list walk")
+        self.tell_cut_short(self.walks.hurried)

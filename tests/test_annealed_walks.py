@@ -1,0 +1,97 @@
+"""Walks and annealing together: they fit, keep the graph order, find more than walks alone, and repeat."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from graphs import Graph
+from graphs.synthetic import random_layered
+from planner import annealed_walks, keep_all, simulate
+from planner.annealed_walks import AnnealedWalks
+from planner.annealing import Annealer
+from planner.incumbent import Incumbent
+from planner.schedule import in_graph_order, with_frees
+from planner.walk_search import WalkSearch
+
+WORK = 2_000_000
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(annealed_walks, "LONG_MOVES", 400_000)
+    monkeypatch.setattr(annealed_walks, "SHORT_MOVES", 50_000)
+
+
+def layered(seed: int) -> tuple[Graph, int]:
+    graph = random_layered("RL1", seed)
+    return graph, int(0.8 * simulate(graph, keep_all(graph)).peak_bytes)
+
+
+def time_of(walks: WalkSearch, graph: Graph, budget_bytes: int) -> float:
+    """Of what was found, which is what it is said to be."""
+    if walks.runs is None:
+        return float("inf")
+    runs = walks.runs.tolist()
+    trace = simulate(graph, with_frees(graph, runs))
+    assert trace.peak_bytes <= budget_bytes and trace.time_ns == walks.time_ns and in_graph_order(runs)
+    return trace.time_ns
+
+
+def test_they_find_more_than_walks_alone() -> None:
+    better = worse = 0
+    for seed in range(6):
+        graph, budget_bytes = layered(seed)
+        times = []
+        for kind in (AnnealedWalks, WalkSearch):
+            walks = kind(graph, budget_bytes, seed=0)
+            walks.start()
+            walks.improve(WORK)
+            times.append(time_of(walks, graph, budget_bytes))
+        better += times[0] < times[1]
+        worse += times[0] > times[1]
+    assert better >= 4 and worse <= 1
+
+
+def test_the_same_again_is_the_same_and_a_copy_goes_its_own_way() -> None:
+    graph, budget_bytes = layered(3)
+    times = []
+    for _ in range(2):
+        walks = AnnealedWalks(graph, budget_bytes, seed=1)
+        walks.improve(WORK)
+        before = walks.time_ns
+        other = walks.copy()
+        other.improve(WORK)
+        assert walks.time_ns == before and not walks.hurried
+        walks.improve(WORK)
+        assert walks.time_ns == other.time_ns
+        times.append(time_of(walks, graph, budget_bytes))
+    assert times[0] == times[1] < float("inf")
+
+
+def test_the_deadline_is_kept_and_haste_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(annealed_walks, "LONG_MOVES", 40_000_000)
+    graph, budget_bytes = layered(1)
+    walks = AnnealedWalks(graph, budget_bytes, seed=0)
+    walks.improve(200_000)  # compiled code is loaded
+    began = time.perf_counter()
+    walks._owed_moves = 40_000_000
+    walks.improve(200_000, deadline=began + 0.5)
+    assert time.perf_counter() - began < 2
+    assert walks.hurried
+
+
+def test_an_interruption_keeps_what_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, budget_bytes = layered(0)
+    walks = AnnealedWalks(graph, budget_bytes, seed=0)
+    whole = annealed_walks.anneal
+
+    def until_ctrl_c(found: Incumbent, annealer: Annealer, moves: int) -> None:
+        whole(found, annealer, moves)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(annealed_walks, "anneal", until_ctrl_c)
+    with pytest.raises(KeyboardInterrupt):
+        walks.improve(WORK)
+    assert time_of(walks, graph, budget_bytes) < float("inf")
