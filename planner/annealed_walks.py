@@ -45,8 +45,8 @@ class AnnealedWalks(WalkSearch):
 
     def _anneal(self, ops: Sequence[int], moves: int, deadline: float) -> None:
         self._annealed += 1
-        found = Incumbent(self._graph, self._budget_bytes, gap=0.0, time_limit_s=deadline - time.perf_counter())
         annealer = Annealer(self._graph, ops, self._budget_bytes, self._seed + self._annealed, keep_order=True)
+        found = Incumbent(self._graph, self._budget_bytes, gap=0.0, time_limit_s=deadline - time.perf_counter())
         try:
             anneal(found, annealer, moves)
         finally:  # on Ctrl-C too

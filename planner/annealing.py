@@ -24,8 +24,9 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from graphs.ir import Graph
+from graphs.ir import Graph, Op, Value
 from planner.incumbent import Incumbent
+from planner.loading import undisturbed
 from planner.schedule import with_frees
 
 CHUNK = 5_000  # moves between two looks at the clock
@@ -51,6 +52,7 @@ class Annealer:
 
     def __init__(self, graph: Graph, ops: Sequence[int], budget_bytes: int, seed: int, *, keep_order: bool) -> None:
         """``ops`` must be a valid sequence; ``keep_order`` leaves the first run of every op where it is among the others."""
+        _load()
         made = [producer >= 0 for producer in graph.producer]
         size = [0 if x in graph.resident else value.size_bytes for x, value in enumerate(graph.values)]
         # Draws and effects keep their order, so first runs of such ops stay; the latter never run again.
@@ -152,6 +154,22 @@ class Annealer:
         found_ns = int(self._state.totals[self._moves.BEST])
         if found_ns < self.best_ns:
             self.best, self.best_ns = _ops_of(self._state.best), found_ns
+
+
+_loaded = False
+
+
+def _load() -> None:
+    """Have the compiled code loaded, where Ctrl-C cannot come in between."""
+    global _loaded
+    if not _loaded:
+        _loaded = True
+        undisturbed(_anneal_once)
+
+
+def _anneal_once() -> None:
+    tiny = Graph("tiny", (Op("op", (), (0,), 1),), (Value("value", 1),), frozenset(), frozenset({0}))
+    Annealer(tiny, [0], 1, 0, keep_order=True).anneal(1, 1.0, 1.0, 1.0, 1.0)
 
 
 def _ops_of(slot: Ints) -> list[int]:

@@ -46,6 +46,7 @@ PEBBLE_STATES, PEBBLE_SHARE = 20_000, 0.15  # sets of values to visit, share of 
 # Annealing, of the time that is left at most. It is for graphs without a backward pass, on which list walks do poorly, for
 # budgets where nothing fits so far, and where any order will do.
 ANNEAL_SHARE, ANNEAL_MOVES = 0.4, 8_000_000
+WALKS_SHARE = 0.2  # of the time left, for their first list walks
 LAST_S = 0.5  # for list walks where there was no time to look for anything
 IDLE_ROUNDS = 4  # stop after as many searches in a row that found nothing
 FIRST_SHARE = 0.4  # of the time for the first MILP at most, so that some is left for walks even where nothing comes of it
@@ -178,28 +179,23 @@ def _rounds(search: _Search, tightest: int) -> bool:
     raise AssertionError("unreachable")
 
 
-def _first_schedules(search: _Search, guide: Callable[[], None] | None) -> bool:
+def _first_schedules(search: _Search, guide: Callable[[float], None] | None) -> bool:
     """Look for schedules that fit by all means but MILPs; False where it turns out that there are none."""
-
-    def walks() -> None:
-        search.begin_walks(search.deadline)
-        if search.best is not None:
-            search.follow(list(computes(search.best)))
-        if guide is not None:
-            guide()
-
-    if search.trained:
-        walks()
-    elif not search.done():
+    if not search.trained and not search.done():
         _anneal(search, keep_order=True)
+    until = search.deadline if search.trained else time.perf_counter() + WALKS_SHARE * search.left_s
+    search.begin_walks(until)
+    if search.best is not None:
+        search.follow(list(computes(search.best)))
+    if guide is not None:
+        guide(until)
+    search.tell_cut_short(time.perf_counter() >= until)
     if search.time_ns is None and not _pebble(search):
         return False
     if search.time_ns is None:
         _blocks(search)
     if search.time_ns is None and not search.done():
         _anneal(search, keep_order=False)
-    if not search.trained and not search.done():
-        walks()
     return True
 
 
@@ -240,8 +236,8 @@ def _pebble(search: _Search) -> bool:
 def _anneal(search: _Search, *, keep_order: bool) -> None:
     """Let annealing find something (cheaper) that fits, in the graph's order of first executions or in any."""
     graph = search.graph
-    found = Incumbent(graph, search.budget_bytes, search.gap, ANNEAL_SHARE * search.left_s)
     annealer = Annealer(graph, range(len(graph.ops)), search.budget_bytes, search.seed, keep_order=keep_order)
+    found = Incumbent(graph, search.budget_bytes, search.gap, ANNEAL_SHARE * search.left_s)
     try:
         anneal(found, annealer, ANNEAL_MOVES)
     finally:
@@ -252,14 +248,14 @@ def _anneal(search: _Search, *, keep_order: bool) -> None:
         search.follow(list(computes(found.best)))
 
 
-def _guide(search: _Search, closed_graph: Graph, event: int) -> None:
-    """Early schedules: list walks along what one-event MILPs at shrunk budgets would do."""
+def _guide(search: _Search, closed_graph: Graph, event: int, until: float) -> None:
+    """Early schedules: list walks along what one-event MILPs at shrunk budgets would do. None begins after ``until``."""
     for share in SHRINK:
         model = stage_model(closed_graph, int(share * search.budget_bytes), [event])
         answer = model.milp.minimise(
             time_limit_s=search.left_s, gap=0.002 * search.base / model.unit_ns, node_limit=50, seed=search.seed
         )
-        if answer.values is None or search.done():
+        if answer.values is None or search.done() or time.perf_counter() >= until:
             return
         search.follow(walk(model, model.kept(answer)))
 
