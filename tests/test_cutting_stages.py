@@ -19,7 +19,7 @@ from planner import Status, keep_all, plan, pseudo_boolean, simulate, solve
 from planner.bounds import least_bytes, smallest_known
 from planner.methods import cutting_stages
 from planner.milp import Answer, Milp, Outcome
-from planner.schedule import computes
+from planner.schedule import computes, with_frees
 from planner.stage_model import stage_model, with_end
 from tests.interruption import interrupted
 from tests.oracles import least_budget, least_time
@@ -339,3 +339,21 @@ def test_any_order_is_cheaper_where_the_given_one_is_poor() -> None:
     assert free.bound_ns == graph.keep_all_time_ns
     assert "order" in free.notes
     assert simulate(graph, free.schedule).peak_bytes <= budget_bytes
+
+
+def test_blocks_in_another_order_count_where_nothing_else_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = tuple(Value(name, 1) for name in "abc")
+    graph = Graph(
+        "two", (Op("a", (), (0,), 1), Op("b", (), (1,), 1), Op("c", (0, 1), (2,), 1)), values, frozenset(), frozenset({2})
+    )
+    ordered, other = with_frees(graph, [0, 1, 0, 2]), with_frees(graph, [1, 0, 2])
+    monkeypatch.setattr(cutting_stages, "is_chain", lambda graph: True)
+    monkeypatch.setattr(cutting_stages, "block_schedule", lambda *_, **__: (other, {}))
+    for known, any_order, taken in ((False, False, True), (True, False, False), (True, True, True)):
+        search = cutting_stages._Search(graph, 3, 0.0, 60.0, None, seed=0, any_order=any_order)
+        if known:
+            search.offer(ordered, "start")
+        cutting_stages._blocks(search)
+        # Walks go on from there in graph order, and find that nothing has to run twice.
+        assert search.time_ns == 3
+        assert (search.best == other) is taken

@@ -75,7 +75,8 @@ def solve(
     gap           stop when (time - bound) / time is at most this; small graphs are solved more exactly where that is cheap
     time_limit_s  stop after this long; Ctrl-C stops at once. Either way the best schedule and bound so far are returned
     start         a schedule to begin with; its order of first executions may be another
-    any_order     first try by annealing whether another order of first executions is cheaper than this one's bound
+    any_order     first try by annealing whether another order of first executions is cheaper than this one's bound; without, a
+                  schedule in another order is taken only where it is the start, or none in graph order is known
     progress      called as ``progress(time_ns=..., bound_ns=..., phase=...)`` where one of them changed (None: not known)
 
     The status is INFEASIBLE only where no schedule in any order fits; where none with this order does, it is UNKNOWN and
@@ -84,9 +85,9 @@ def solve(
     Unless the time limit struck (``notes["stopped"]``, or ``notes["cut_short"]`` for a part of the search), the same arguments
     give the same plan.
     """
-    search = _Search(graph, budget_bytes, gap, time_limit_s, progress, seed=seed)
+    search = _Search(graph, budget_bytes, gap, time_limit_s, progress, seed=seed, any_order=any_order)
     try:
-        _run(search, start, any_order)
+        _run(search, start)
     except KeyboardInterrupt:
         search.notes["stopped"] = "interrupted"
         if search.begun:
@@ -104,7 +105,7 @@ def solve(
     return search.plan(METHOD, seed=seed, bound_ns=bound_ns)
 
 
-def _run(search: _Search, start: Schedule | None, any_order: bool) -> None:
+def _run(search: _Search, start: Schedule | None) -> None:
     """The method, step by step."""
     graph = search.graph
     if search.hopeless():
@@ -113,7 +114,7 @@ def _run(search: _Search, start: Schedule | None, any_order: bool) -> None:
     search.offer(whole, "keep all")
     if start is not None:
         search.offer(start, "start")
-    if any_order and not search.done():
+    if search.any_order and not search.done():
         _anneal(search, keep_order=False)
     if search.done():
         return
@@ -214,9 +215,11 @@ def _blocks(search: _Search) -> None:
     schedule, told = block_schedule(search.graph, search.budget_bytes, time_limit_s=share_s, seed=search.seed, **grid)
     search.tell_cut_short("cut_short" in told or told.get("stopped") == "time limit")
     if schedule is not None:
-        search.offer(schedule, "blocks")
+        runs = list(computes(schedule))
+        if search.time_ns is None or search.any_order or in_graph_order(runs):
+            search.offer(schedule, "blocks")
         # Blocks put off what makes gradients of weights; without that it may not fit, and takes some work to fit again.
-        search.follow(put_in_graph_order(computes(schedule)), BLOCKS_WORK)
+        search.follow(put_in_graph_order(runs), BLOCKS_WORK)
 
 
 def _pebble(search: _Search) -> bool:
@@ -379,6 +382,7 @@ class _Search(Incumbent):
     """What is known so far, and the list walks."""
 
     seed: int
+    any_order: bool
     begun: bool = field(default=False, init=False)
     chained: bool = field(default=False, init=False)
 
