@@ -194,8 +194,8 @@ def _cut(joint: _Joint, schedule: Schedule) -> tuple[fx.GraphModule, fx.GraphMod
     missing = not_made(graph, before, joint.values(joint.forward))
     if missing:
         raise InvalidSchedule(
-            f"step {cut}: the backward starts before {graph.values[missing[0]].name} is made, which the forward returns; plan "
-            f"with a method that keeps the order of first executions (cutting_stages)"
+            f"step {cut}: the backward starts before {graph.values[missing[0]].name} is made, which the forward returns, so this "
+            f"schedule cannot be cut into a forward and a backward; plan for a larger budget, or with another method"
         )
 
     first = Code(step, schedule)

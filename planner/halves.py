@@ -150,7 +150,8 @@ def _cut(step: Step, schedule: Schedule, early: Iterable[int]) -> int:
             what = "the loss" if result.kind == "loss" else f"the new content of {result.name}"
             raise InvalidSchedule(
                 f"step {cut}: {graph.ops[begun].name} belongs to the backward, but {what} is not made by then, so "
-                f"this schedule cannot be cut into a forward and a backward; run it as one with PlannedStep"
+                f"this schedule cannot be cut into a forward and a backward; run it as one with PlannedStep, or plan for a "
+                f"larger budget"
             )
     return cut
 

@@ -18,10 +18,13 @@ from torch import Tensor, fx, nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from graphs.capture import Step
 from graphs.errors import InfeasibleBudget, InputError
 from planner import compile_backend
 from planner.compile_backend import belady
 from planner.measure import StorageMeter
+from planner.result import Plan
+from planner.schedule import with_frees
 
 # Dynamo looks at the gradients of all tensors it meets.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
@@ -355,6 +358,23 @@ def test_what_cannot_be_used_is_refused(options: dict[str, Any], error: type[Exc
     with pytest.raises(BackendCompilerFailed, match=re.escape(words)) as caught:
         torch.compile(model, backend=belady, options=options)(*inputs)
     assert isinstance(caught.value.inner_exception, error)
+
+
+def test_a_schedule_that_begins_with_the_backward_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As plans at the smallest budgets may: gradients given to the backward can be used before there is an output."""
+
+    def backward_first(step: Step, budget: int, **options: Any) -> Plan:
+        ops = range(len(step.graph.ops))
+        last = max(i for i in ops if not step.graph.ops[i].backward)
+        schedule = with_frees(step.graph, [*(i for i in ops if i != last), last])
+        return Plan.of(step.graph, budget, schedule, method="cutting_stages", wall_s=0.0)
+
+    monkeypatch.setattr(compile_backend, "plan", backward_first)
+    model = torch.compile(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), backend=belady, options={"budget": 1.0})
+    with pytest.raises(
+        BackendCompilerFailed, match="which the forward returns.*plan for a larger budget, or with another method"
+    ):
+        model(torch.randn(4, 8))
 
 
 def test_the_backend_is_known_by_name() -> None:
