@@ -372,7 +372,7 @@ def test_a_schedule_that_begins_with_the_backward_is_refused(monkeypatch: pytest
     monkeypatch.setattr(compile_backend, "plan", backward_first)
     model = torch.compile(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), backend=belady, options={"budget": 1.0})
     with pytest.raises(
-        BackendCompilerFailed, match="which the forward returns.*plan for a larger budget, or with another method"
+        BackendCompilerFailed, match=r"which the forward returns.*plan for a larger budget, or with another method"
     ):
         model(torch.randn(4, 8))
 
