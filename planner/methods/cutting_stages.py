@@ -37,7 +37,7 @@ METHOD = "cutting_stages"
 SHRINK = (0.97, 0.94, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5)  # budgets of the one-event MILPs that list walks follow
 NEW_PER_ROUND = 2  # events or rows added a round at most
 # Ops that list walks run while a MILP is solved: about what it takes as long as, which grows with its variables, faster than they
-# do, but at first (easy budgets) and at most (hard ones) so many:
+# do (without a backward pass much faster), but at first (easy budgets) and at most (hard ones) so many:
 WORK, WORK_VARIABLES, FIRST_WORK, MORE_WORK, MOST_WORK = 100_000, 1_000, 400_000, 4, 25_000_000
 BEYOND_WORK = 2_000_000  # between two looks at the clock where a MILP takes longer
 # Blocks are tried after so many rounds, or at once where nothing fits so far, for this share of the time that is left.
@@ -138,8 +138,10 @@ def _rounds(search: _Search, tightest: int) -> bool:
         if round_ > 1 and not cheap:
             coarse = SAT_COARSE if _for_sat(model) else COARSE
             tolerance_ns = max(finest_ns, coarse * search.distance_ns * 0.1**refined)
-        work = min(WORK * (len(model.milp.cost) / WORK_VARIABLES) ** 2, FIRST_WORK * MORE_WORK ** (round_ - 2), MOST_WORK)
-        answer = _minimise(search, model, tolerance_ns, aim, sequence, int(work) if round_ > 1 else 0)
+        work = 0 if round_ == 1 else min(FIRST_WORK * MORE_WORK ** (round_ - 2), MOST_WORK)
+        if search.trained:
+            work = min(work, int(WORK * (len(model.milp.cost) / WORK_VARIABLES) ** 2))
+        answer = _minimise(search, model, tolerance_ns, aim, sequence, work)
         search.notes.update(events=len(events), inside_rows=len(inside), rounds=round_)
         if answer.outcome is Outcome.INFEASIBLE:
             if inside:  # schedules outside of that space may fit
