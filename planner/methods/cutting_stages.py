@@ -384,7 +384,7 @@ class _Search(Incumbent):
     """What is known so far, and the list walks."""
 
     seed: int
-    any_order: bool
+    any_order: bool = False
     begun: bool = field(default=False, init=False)
     chained: bool = field(default=False, init=False)
 
