@@ -51,7 +51,7 @@ def is_chain(graph: Graph) -> bool:
     if not any(op.backward for op in graph.ops):
         return False
     sizes = [len(stage.forward) for stage in _chain(graph).stages]
-    return 2 * max(sizes) <= sum(sizes)
+    return 0 < 2 * max(sizes) <= sum(sizes)
 
 
 def _chain(graph: Graph) -> Chain:
