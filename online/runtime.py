@@ -60,6 +60,8 @@ class Failure:
     def __str__(self) -> str:
         largest = ", ".join(f"{name} ({format_bytes(size)})" for name, size in self.held[:3])
         row = "" if self.short_bytes is None else f"no {self.short_bytes:,} bytes in a row can be made free; "
+        if not self.held:
+            return f"{row}nothing else is in memory"
         return f"{row}{len(self.held)} storages cannot be evicted now, the largest: {largest}"
 
 

@@ -362,6 +362,11 @@ def test_an_impossible_budget_is_refused_before_the_op_runs() -> None:
     assert same(found.answer(), found.want)  # and everything can be used afterwards
 
 
+def test_an_op_alone_can_be_too_much() -> None:
+    with pytest.raises(BudgetExceeded, match=r"aten.ones needs [\d,]+ bytes .*: nothing else is in memory$"), budget(1):
+        torch.ones(3)
+
+
 def test_parameters_alone_can_be_too_much() -> None:
     found = case("mlp")
     with pytest.raises(BudgetExceeded, match="from the start"):
