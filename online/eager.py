@@ -589,9 +589,7 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
         engine = self._engine
         self._forget()
         while self._dead:
-            s = self._dead.pop()
-            engine.kept.discard(s)
-            engine.drop(s)
+            engine.drop(self._dead.pop())
         while self._unread:
             engine.discard(self._unread.pop().number)
 

@@ -119,6 +119,14 @@ class GrowingEngine(Engine):
         """Undo one ``hold``."""
         self._unlock(s)
 
+    def drop(self, s: int) -> None:
+        """The program holds no reference to storage ``s`` any more; what was kept is not kept any more."""
+        if s in self.kept:
+            self.kept.discard(s)
+            if not self._pinned[s]:
+                self._unlock(s)
+        super().drop(s)
+
     def discard(self, s: int) -> None:
         """Nothing will read storage ``s`` again."""
         if self.resident[s] and not self._locks[s] and not self._pinned[s]:

@@ -327,6 +327,42 @@ def test_the_bytes_hold_where_memory_is_copied(name: str, monkeypatch: pytest.Mo
     assert fitting
 
 
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        y = x.exp()
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient * ctx.saved_tensors[0] * 2
+
+
+def test_what_was_kept_and_then_dropped_can_be_evicted_and_rebuilt() -> None:
+    torch.manual_seed(0)
+    weight, x = nn.Parameter(torch.randn(16, 16) / 4), torch.randn(64, 16)
+
+    def step() -> Tensor:
+        weight.grad = None
+        (Doubled.apply((x @ weight).tanh()) @ weight).square().mean().backward()
+        assert weight.grad is not None
+        return weight.grad
+
+    want = step()
+    with budget(None, holding=x, costs="modelled") as free:
+        step()
+    recomputations = 0
+    for budget_bytes in range(int(0.55 * free.peak_bytes), free.peak_bytes, 150):
+        for heuristic in ("lru+reclaim", "dtr_eq"):
+            with contextlib.suppress(BudgetExceeded, NoScheduleFound):
+                with budget(budget_bytes, holding=x, costs="modelled", heuristic=heuristic) as run:
+                    got = step()
+                assert torch.equal(got, want)
+                recomputations += run.counters.recomputations
+    assert recomputations > 100
+
+
 def test_costs_measured_by_the_clock_change_nothing_but_the_choice() -> None:
     found = case("cnn")
     found.reset()
