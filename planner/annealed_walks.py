@@ -35,13 +35,13 @@ class AnnealedWalks(WalkSearch):
         super().improve(work // 2, deadline=deadline)
         self._owed_moves += work - work // 2
         while time.perf_counter() < deadline:
-            is_short = self.runs is not None and self._short_runs < SHORT_RUNS
-            moves = SHORT_MOVES if is_short else LONG_MOVES
+            best = self.runs if self._short_runs < SHORT_RUNS else None
+            moves = LONG_MOVES if best is None else SHORT_MOVES
             if self._owed_moves < moves:
                 break
             self._owed_moves -= moves
-            self._short_runs = self._short_runs + 1 if is_short else 0
-            self._anneal(self.runs.tolist() if is_short and self.runs is not None else range(self._ops), moves, deadline)
+            self._short_runs = 0 if best is None else self._short_runs + 1
+            self._anneal(range(self._ops) if best is None else best.tolist(), moves, deadline)
 
     def _anneal(self, ops: Sequence[int], moves: int, deadline: float) -> None:
         self._annealed += 1

@@ -24,9 +24,9 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from graphs.ir import Graph, Op, Value
+from graphs.ir import Graph
 from planner.incumbent import Incumbent
-from planner.loading import undisturbed
+from planner.loading import TINY, load_once
 from planner.schedule import with_frees
 
 CHUNK = 5_000  # moves between two looks at the clock
@@ -52,7 +52,7 @@ class Annealer:
 
     def __init__(self, graph: Graph, ops: Sequence[int], budget_bytes: int, seed: int, *, keep_order: bool) -> None:
         """``ops`` must be a valid sequence; ``keep_order`` leaves the first run of every op where it is among the others."""
-        _load()
+        load_once(_anneal_once)
         made = [producer >= 0 for producer in graph.producer]
         size = [0 if x in graph.resident else value.size_bytes for x, value in enumerate(graph.values)]
         # Draws and effects keep their order, so first runs of such ops stay; the latter never run again.
@@ -156,20 +156,8 @@ class Annealer:
             self.best, self.best_ns = _ops_of(self._state.best), found_ns
 
 
-_loaded = False
-
-
-def _load() -> None:
-    """Have the compiled code loaded, where Ctrl-C cannot come in between."""
-    global _loaded
-    if not _loaded:
-        _loaded = True
-        undisturbed(_anneal_once)
-
-
 def _anneal_once() -> None:
-    tiny = Graph("tiny", (Op("op", (), (0,), 1),), (Value("value", 1),), frozenset(), frozenset({0}))
-    Annealer(tiny, [0], 1, 0, keep_order=True).anneal(1, 1.0, 1.0, 1.0, 1.0)
+    Annealer(TINY, [0], 1, 0, keep_order=True).anneal(1, 1.0, 1.0, 1.0, 1.0)
 
 
 def _ops_of(slot: Ints) -> list[int]:

@@ -28,8 +28,8 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
-from graphs.ir import Graph, Op, Value
-from planner.loading import undisturbed
+from graphs.ir import Graph
+from planner.loading import TINY, load_once
 
 REMAKE_LIMIT = 300  # ancestors counted in a score at most; beyond, a value is dear enough anyway
 MOST_RUNS = 5  # for each run of a route; a walk that makes more is stuck
@@ -87,7 +87,7 @@ class ListWalk:
     """Walks in one graph under one budget."""
 
     def __init__(self, graph: Graph, budget_bytes: int) -> None:
-        _load()
+        load_once(_walk_once)
         count = len(graph.ops)
         made = [producer >= 0 for producer in graph.producer]
         # The end is one more op, which reads the graph's outputs.
@@ -177,19 +177,8 @@ class ListWalk:
         return Walked(whole, time_ns + route.time_ns[-1] - route.time_ns[at], whole.size, work)
 
 
-_loaded = False
-
-
-def _load() -> None:
-    """Have the compiled code loaded, where Ctrl-C cannot come in between."""
-    global _loaded
-    if not _loaded:
-        _loaded = True
-        undisturbed(_walk_once)
-
-
 def _walk_once() -> None:
-    tiny = ListWalk(Graph("tiny", (Op("op", (), (0,), 1),), (Value("value", 1),), frozenset(), frozenset({0})), 1)
+    tiny = ListWalk(TINY, 1)
     tiny.follow(tiny.route([0]))
 
 

@@ -10,6 +10,8 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
+from graphs.ir import Graph, Op, Value
+
 if TYPE_CHECKING:
     from planner.annealed_walks import AnnealedWalks
     from planner.walk_search import WalkSearch
@@ -37,6 +39,17 @@ def _annealed_walks() -> type[AnnealedWalks]:
     from planner.annealed_walks import AnnealedWalks
 
     return AnnealedWalks
+
+
+TINY = Graph("tiny", (Op("op", (), (0,), 1),), (Value("value", 1),), frozenset(), frozenset({0}))  # to try compiled code on
+_begun: set[Callable[[], object]] = set()
+
+
+def load_once(work: Callable[[], object]) -> None:
+    """Do ``work``, which loads compiled code by using it, ``undisturbed``: the first time only. It may ask for itself again."""
+    if work not in _begun:
+        _begun.add(work)
+        undisturbed(work)
 
 
 def undisturbed(work: Callable[[], T]) -> T:

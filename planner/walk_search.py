@@ -13,14 +13,14 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 
 import numba
 import numpy as np
 
 from graphs.ir import Graph
 from planner.list_walk import Flags, Floats, Ints, ListWalk, Route, Walked
-from planner.loading import undisturbed
+from planner.loading import load_once
 
 FAR = (0.0, 0.5, 1.0, 2.0)  # exponents of the distance to the next read
 BACKWARD = (1.0, 30.0)  # factors of what the backward pass makes: by then most of what it came from is gone
@@ -69,7 +69,7 @@ class WalkSearch:
     """
 
     def __init__(self, graph: Graph, budget_bytes: int, seed: int) -> None:
-        _load()
+        load_once(_dearer_once)
         self._walk = ListWalk(graph, budget_bytes)
         self._ops = len(graph.ops)
         self._values = len(graph.values)
@@ -262,11 +262,9 @@ class WalkSearch:
         return walk.outputs[walk.out_rows[op] : walk.out_rows[min(op + count, self._ops)]]
 
 
-@cache
-def _load() -> None:
-    """Have the compiled code loaded, where Ctrl-C cannot come in between."""
+def _dearer_once() -> None:
     one = np.zeros(1, np.int64)
-    undisturbed(lambda: _dearer(one, 1.0, np.ones(1), one, np.zeros(2, np.int64), one, np.zeros(2, np.int64), one))
+    _dearer(one, 1.0, np.ones(1), one, np.zeros(2, np.int64), one, np.zeros(2, np.int64), one)
 
 
 @numba.njit(cache=True)
