@@ -19,6 +19,7 @@ from graphs.inputs import InputForm, Inputs, Loss, check_input, flatten, leaves_
 from graphs.ir import Graph, Op, Value
 from graphs.rewrite import (
     choose_batch_norm,
+    cuda_bytes,
     drop_unread_statistics,
     fuse_bernoulli,
     is_effect,
@@ -36,8 +37,6 @@ from graphs.torch_private import Joint, OpOverload, SameTensors, is_operator, st
 from graphs.tracing import Body, device_of, region_of, state_of, trace
 
 __all__ = ["InputForm", "Inputs", "Loss", "Result", "Source", "Step", "bind", "capture", "numbered"]
-
-CUDA_GRANULE_BYTES = 512  # the caching allocator rounds every storage up to this
 
 
 @dataclass(frozen=True, slots=True)
@@ -550,7 +549,7 @@ class _Numbering:
         if device != self.where:  # a number on the host beside a CUDA step
             size_bytes = 0
         elif device.type == "cuda":
-            size_bytes = -(-size_bytes // CUDA_GRANULE_BYTES) * CUDA_GRANULE_BYTES
+            size_bytes = cuda_bytes(size_bytes)
         self.values.append(Value(label, size_bytes))
         return len(self.values) - 1
 

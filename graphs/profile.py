@@ -20,14 +20,13 @@ from torch import Tensor, fx
 from graphs.costs import signature
 from graphs.errors import InputError
 from graphs.files import read_json, write_whole
-from graphs.rewrite import attribute
+from graphs.rewrite import attribute, cuda_bytes
 from graphs.torch_private import OpOverload, storage_bytes, storage_key, tree_leaves, tree_map_only
 
 if TYPE_CHECKING:
     from graphs.capture import Step
 
 SCHEMA = "belady-times-1"
-GRANULE_BYTES = 512  # of the CUDA allocator
 LONG_ENOUGH_S = 0.5  # an op is not repeated beyond this, once it was timed FEWEST times
 FEWEST = 3
 
@@ -229,7 +228,7 @@ def _workspace_bytes(call: Callable[[], Any], device: torch.device) -> int:
     torch.cuda.synchronize(device)
     peak = int(torch.cuda.memory_stats(device)["requested_bytes.all.peak"])
     made = {storage_key(t): storage_bytes(t) for t in tree_leaves(result) if isinstance(t, Tensor) and t.is_cuda}
-    return -(-max(0, peak - before - sum(made.values())) // GRANULE_BYTES) * GRANULE_BYTES
+    return cuda_bytes(max(0, peak - before - sum(made.values())))
 
 
 # Arguments.

@@ -365,3 +365,8 @@ def real_bytes(node: fx.Node, index: int, tensor: Tensor, held_bytes: Callable[[
         longer = index == 1 or (index == 2 and node.args[7:8] == (True,))
         return size + longer * tensor.element_size()
     return size
+
+
+def cuda_bytes(size_bytes: int) -> int:
+    """What the CUDA caching allocator gives out for so many bytes: granules of 512."""
+    return -(-size_bytes // 512) * 512

@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from graphs.costs import DEVICES, DeviceDescription
 from graphs.errors import InputError
+from graphs.rewrite import cuda_bytes
 from graphs.torch_private import FakeTensorMode, quiet_stand_ins, tree_leaves, tree_map_only, without_autocast
 from planner.draws import repeat_draw
 
@@ -268,7 +269,7 @@ GIVEN = _Given()
 
 Key = tuple[Any, ...]
 sizes_of: dict[Key, tuple[int, ...]] = {}  # bytes of the storages that calls with this key made
-_MOST_KEYS = 100_000
+MOST_KEYS = 100_000
 BOUNDS: Mapping[str, Callable[[Tensor], int]] = {  # the most an op can make whose result depends on what it reads
     "aten.nonzero": lambda t: t.numel() * t.dim() * 8,
     "aten.masked_select": lambda t: t.numel() * t.element_size(),
@@ -277,7 +278,7 @@ BOUNDS: Mapping[str, Callable[[Tensor], int]] = {  # the most an op can make who
 
 def remember(key: Key, sizes: tuple[int, ...]) -> None:
     """Note what a call with this key made."""
-    if len(sizes_of) >= _MOST_KEYS:
+    if len(sizes_of) >= MOST_KEYS:
         sizes_of.clear()
     sizes_of[key] = sizes
 
@@ -301,7 +302,7 @@ def foreseen(func: Any, args: Any, kwargs: Any) -> tuple[int, ...] | None:
 def counted_bytes(storage: UntypedStorage) -> int:
     """Bytes of a storage, as the allocator gives them out."""
     size_bytes, device = storage.nbytes(), storage.device
-    return -(-size_bytes // 512) * 512 if device != _CPU and device.type == "cuda" else size_bytes
+    return cuda_bytes(size_bytes) if device != _CPU and device.type == "cuda" else size_bytes
 
 
 _CPU = torch.device("cpu")  # comparing with it takes a fraction of the time of asking for the type
@@ -317,7 +318,7 @@ class CostModel:
     def time_ns(self, key: Key, func: Any, args: Any, kwargs: Any, result: Any) -> int:
         """Of a call with this key, and with the others like it."""
         if key not in self._known:
-            if len(self._known) >= _MOST_KEYS:
+            if len(self._known) >= MOST_KEYS:
                 self._known.clear()
             self._known[key] = self._compute_ns(func, args, kwargs, result)
         return self._known[key]

@@ -8,12 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from graphs.profile import GRANULE_BYTES
+from graphs.rewrite import cuda_bytes
 from graphs.torch_private import tree_leaves
-from online.recipes import Key
+from online.recipes import MOST_KEYS, Key
 
 _LOOKS = 2
-_MOST_KEYS = 100_000
 
 
 class Requested(NamedTuple):
@@ -72,7 +71,7 @@ class Workspace:
         now = self._all.allocator(device)
         at_once = min(now.ever_bytes - then.ever_bytes, now.peak_bytes - then.current_bytes)
         stays = max(now.current_bytes - then.current_bytes, made_bytes)
-        found = -(-max(0, at_once - stays) // GRANULE_BYTES) * GRANULE_BYTES
+        found = cuda_bytes(max(0, at_once - stays))
         self.size_bytes = found if self._looks == _LOOKS else min(found, self.size_bytes)
         self._looks -= 1
 
@@ -93,7 +92,7 @@ class Workspaces:
         """Of the calls with this key."""
         workspace = self._known.get(key)
         if workspace is None:
-            if len(self._known) >= _MOST_KEYS:
+            if len(self._known) >= MOST_KEYS:
                 self._known.clear()
             workspace = self._known[key] = Workspace(self)
         return workspace
