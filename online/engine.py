@@ -22,6 +22,11 @@ from online.heuristics import Heuristic, Pool
 from online.neighborhood import Relations
 from online.victims import victims
 
+_Waiting = tuple[
+    int, int, bool, list[int], int
+]  # op, output it is run for, whether for the first time, what was missing, next of it
+_YIELDED = -1  # in the place of the last of these
+
 
 class Release(enum.StrEnum):
     """What happens when the program drops its last reference to a storage (appendix C.3 and D.2)."""
@@ -32,9 +37,10 @@ class Release(enum.StrEnum):
 
 
 class Option(enum.StrEnum):
-    """What the paper's algorithm does not have (the first two), or its prototype alone has (the others)."""
+    """What the paper's algorithm does not have (the first three), or its prototype alone has (the others)."""
 
     COUNTED = "counted"  # as ``reclaim``, but what the rebuild under way will read again stays
+    YIELD = "yield"  # where nothing can be evicted, ops that wait for a rebuild let go of what they hold, each once
     NEXT_USE = "next_use"  # staleness is the time until the next use instead: not online, the program must be known
     SKIP_SMALL = "skip_small"  # storages below 1 % of the mean size are never evicted to make room
     SAMPLE = "sample"  # each search scores about 2 sqrt(n) of n storages, at random
@@ -131,7 +137,7 @@ class Engine:
         "_locks", "_made_bytes", "_makes", "_outputs", "_pending", "_pinned", "_planned", "_producer", "_reads", "_storage",
         "_time_ns", "_uses", "_victims", "_views", "_weight", "_workspace_bytes", "allocator", "budget_bytes", "by_program",
         "clock", "driver", "limit_ns", "limit_runs", "next_use", "peak_bytes", "pool", "program_clock", "reclaim", "relations",
-        "release", "resident", "size_bytes", "steps", "used_bytes",
+        "release", "resident", "size_bytes", "steps", "used_bytes", "yields",
     )  # fmt: skip
 
     def __init__(
@@ -154,6 +160,7 @@ class Engine:
         self.reclaim = reclaim or Option.COUNTED in options
         self.by_program = heuristic.by_program
         self.next_use = Option.NEXT_USE in options
+        self.yields = Option.YIELD in options
         self.limit_ns = float("inf") if limit_ns is None else limit_ns
         self.limit_runs = float("inf") if limit_runs is None else limit_runs
         self.allocator = allocator
@@ -378,7 +385,8 @@ class Engine:
     def _materialize(self, op: int, wanted: int, *, first: bool) -> None:
         """Run ``op`` for its output ``wanted``, rebuilding what it reads; pending ops wait on a stack of our own."""
         defined, storage = self._defined, self._storage
-        pending: list[tuple[int, int, bool, list[int], int]] = []
+        pending: list[_Waiting] = []
+        yielded: set[int] = set()  # depths of the stack whose op has yielded
         missing, at = self._queue(op, first), 0
         while True:
             while at < len(missing):
@@ -392,10 +400,36 @@ class Engine:
                 missing, at = self._queue(op, first), 0
             if len(pending) >= self._counters.deepest:
                 self._counters.deepest = len(pending) + 1
-            self._execute(op, wanted, first)
+            try:
+                self._execute(op, wanted, first)
+            except OutOfMemory:
+                if not self.yields or not self._yield(pending, yielded):
+                    raise
+                continue
+            yielded.discard(len(pending))
             if not pending:
                 return
             op, wanted, first, missing, at = pending.pop()
+            if at == _YIELDED:
+                missing, at = self._queue(op, first), 0
+
+    def _yield(self, pending: list[_Waiting], yielded: set[int]) -> bool:
+        """Let an op that waits let go of what it holds: the one that waits longest of those that hold anything; whether one did.
+
+        It gathers its inputs anew when its turn comes, and does not yield again: so two inputs that do not fit together are not
+        rebuilt in turns for ever.
+        """
+        for depth, (op, wanted, first, missing, at) in enumerate(pending):
+            held = list(self._reads[op])
+            for t in missing[at:]:
+                held.remove(self._storage[t])
+            if held and depth not in yielded:
+                for s in held:
+                    self._unlock(s)
+                pending[depth] = op, wanted, first, [], _YIELDED
+                yielded.add(depth)
+                return True
+        return False
 
     def _queue(self, op: int, first: bool) -> list[int]:
         """Note the accesses of ``op``, lock what it reads and is there, and return what is not."""

@@ -5,14 +5,14 @@ Nothing makes views here, so a tensor and its storage have the same number.
 
 from __future__ import annotations
 
-from online.engine import Engine
+from online.engine import Engine, Option
 from online.heuristics import Heuristic
 
 _BLOCK = 256  # storages whose entries are made together
 
 
 class GrowingEngine(Engine):
-    """An ``Engine`` to which storages and ops are added while it runs.
+    """An ``Engine`` to which storages and ops are added while it runs, and whose waiting ops yield (``Option.YIELD``).
 
     kept          storages that stay in memory until the program drops them
     thrash_limit  stop when all runs take this many times what the first runs took until then
@@ -23,7 +23,8 @@ class GrowingEngine(Engine):
     def __init__(
         self, budget_bytes: int | None, heuristic: Heuristic, *, thrash_limit: float, seed: int = 0, reclaim: bool = False
     ) -> None:
-        super().__init__(budget_bytes, heuristic, seed=seed, reclaim=reclaim)
+        super().__init__(budget_bytes, heuristic, seed=seed, reclaim=reclaim, options=(Option.YIELD,))
+        self._lazy = False  # what the program drops is gone with its bytes, whatever the rule
         self.kept: set[int] = set()
         self.thrash_limit = thrash_limit
         self._declared = 0

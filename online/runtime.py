@@ -203,9 +203,10 @@ def run(
                   updates by copying have put them). Blocks are multiples of 512 bytes
     release       what to do with a value after its last read: "eager" (evict it), "ignore", "banish" (free it for good)
     reclaim       evict such a value again as soon as the rebuild that needed it is done with it (not in the DTR paper)
-    options       "counted": as ``reclaim``, but what the rebuild under way will read again stays; "next_use": staleness is the
-                  time until the next use, for comparison: no online rule can know it; "skip_small", "sample": the shortcuts of
-                  the DTR authors' prototype
+    options       "counted": as ``reclaim``, but what the rebuild under way will read again stays; "yield": where nothing can be
+                  evicted, ops that wait for a rebuild let go of what they hold, instead of a run that is out of memory;
+                  "next_use": staleness is the time until the next use, for comparison: no online rule can know it;
+                  "skip_small", "sample": the shortcuts of the DTR authors' prototype
     thrash_limit  stop when all runs take this many times the keep-all time, or a thousand runs per op
     seed          of the random heuristic
     execute       run the ops of a captured Step for real, on its device, under this budget; decisions go by the costs in the

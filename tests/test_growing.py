@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from online.engine import Engine, OutOfMemory
+from online.engine import Engine, Option, OutOfMemory
 from online.growing import GrowingEngine
 from online.heuristics import HEURISTICS
 
@@ -21,7 +21,8 @@ from online.heuristics import HEURISTICS
 def test_it_decides_as_the_engine_does(heuristic: str, reclaim: bool, seed: int) -> None:
     draw = random.Random(seed)
     budget_bytes = draw.randint(6, 60)
-    plain = Engine(budget_bytes, HEURISTICS[heuristic], reclaim=reclaim)
+    plain = Engine(budget_bytes, HEURISTICS[heuristic], reclaim=reclaim, options=(Option.YIELD,))
+    plain._lazy = False
     grown = GrowingEngine(budget_bytes, HEURISTICS[heuristic], thrash_limit=float("inf"), reclaim=reclaim)
     held = plain.add_storage(3, pinned=True)
     plain.preload(held)

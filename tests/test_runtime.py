@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from graphs.errors import InfeasibleBudget, InputError
 from graphs.ir import Graph, Op, Value
+from graphs.synthetic import random_training
 from online import HEURISTICS, Release, RunStatus, run, runtime
 from online.engine import Engine, Option
 from planner.bounds import least_bytes
@@ -476,3 +477,20 @@ def test_counting_spares_what_a_rebuild_reads_twice() -> None:
     plain, counted = (run(graph, 34, heuristic=rule) for rule in ("dtr+reclaim", "dtr+counted"))
     assert plain.counters.recomputed_ns - counted.counters.recomputed_ns == 100
     assert simulate(graph, counted.schedule).peak_bytes <= 34
+
+
+@pytest.mark.parametrize(("seed", "share", "heuristic"), [(0, 0.7, "lru"), (1, 0.675, "lru"), (4, 0.575, "demand")])
+def test_what_waits_yields_where_nothing_else_can_go(seed: int, share: float, heuristic: str) -> None:
+    graph = random_training(20, seed=seed)
+    stuck, done = (run(graph, share, heuristic=heuristic + option) for option in ("", "+yield"))
+    assert stuck.status is RunStatus.OUT_OF_MEMORY and done.completed
+    assert simulate(graph, done.schedule).peak_bytes <= done.budget_bytes
+
+
+@given(cases(), st.sampled_from(list(HEURISTICS)), st.booleans())
+def test_yielding_changes_nothing_where_it_is_not_needed(case: tuple[Graph, int], heuristic: str, reclaim: bool) -> None:
+    graph, budget_bytes = case
+    plain, yielding = (run(graph, max(1, budget_bytes), heuristic=heuristic + more, reclaim=reclaim) for more in ("", "+yield"))
+    assert plain.status is RunStatus.OUT_OF_MEMORY or yielding.steps == plain.steps
+    if yielding.status is RunStatus.OUT_OF_MEMORY:
+        assert plain.status is RunStatus.OUT_OF_MEMORY
