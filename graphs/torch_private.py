@@ -72,8 +72,10 @@ __all__ = [
     "is_functorch_wrapped",
     "is_operator",
     "is_traceable_wrapper_subclass",
+    "is_zero_stand_in",
     "kept_from_compiler",
     "keystr",
+    "negated_view",
     "no_dispatch",
     "quiet_stand_ins",
     "replace_content",
@@ -191,6 +193,16 @@ without_autocast = torch._C._DisableAutocast  # a context: operators run in the 
 def is_functorch_wrapped(tensor: Tensor) -> bool:
     """Whether a tensor stands for another one inside of ``torch.func.grad``, ``vmap`` and the like; it has no storage."""
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+
+
+def negated_view(tensor: Tensor) -> Tensor:
+    """A view that reads as the negative: what ``imag`` of a conjugate view is."""
+    return torch._neg_view(tensor)
+
+
+def is_zero_stand_in(tensor: Tensor) -> bool:
+    """Whether a tensor stands for zeros without having any memory, as forward-mode derivatives do."""
+    return tensor._is_zerotensor()
 
 
 def is_operator(target: object) -> bool:

@@ -37,6 +37,7 @@ from graphs.torch_private import (
     in_backward,
     is_active,
     is_functorch_wrapped,
+    is_zero_stand_in,
     kept_from_compiler,
     replace_content,
     tree_leaves,
@@ -285,6 +286,11 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
         kind = kind_of(func)
         if kind.looks:
             return self._look(kind, func, args, kwargs)
+        scratch: list[Content] = []
+        if kind.scratch and args[5] is not False:  # training
+            scratch = [self._content(args[at]) for at in kind.scratch if args[at] is not None]
+            for content in scratch:  # it is written to, so what was computed from it before cannot be made again
+                self._fix(content, kind.name)
         read: list[Content] = []
         key: list[Any] = [kind]
         described = self._described
@@ -299,25 +305,20 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
                 self._keep(content, kind.name)
             return func(*args, **kwargs)
         written = self._written(kind, args, kwargs) if kind.written else []
-        scratch: list[Content] = []
-        if kind.scratch and args[5] is not False:  # training
-            scratch = [self._content(args[at]) for at in kind.scratch if args[at] is not None]
 
         full = tuple(key)
         sizes: tuple[int, ...] | None = ()
         if not kind.gives_back:
             sizes = sizes_of.get(full)
             if sizes is None:
-                sizes = (BOUNDS[kind.name](args[0]),) if kind.name in BOUNDS else foreseen(func, args, kwargs)
+                sizes = (BOUNDS[kind.name](*args),) if kind.name in BOUNDS else foreseen(func, args, kwargs)
                 if sizes is not None:
                     remember(full, sizes)
             if sizes == () and not written and not kind.acts:
                 return self._look(kind, func, args, kwargs)
 
         acts = kind.acts
-        if written or scratch:
-            for content in scratch:  # it is written to, so what was computed from it before cannot be made again
-                self._fix(content, kind.name)
+        if written:
             acts = acts or any(content.made_by is None or content.number in self._engine.kept for content in written)
         recipe: Recipe | None = None
         if acts:
@@ -327,7 +328,7 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
         else:
             recipe = Recipe(func, views, named, written, scratch)
             if kind.random:
-                where = kwargs.get("generator") or _device_of(args, kwargs)
+                where = _drawn_from(args, kwargs)
                 recipe.draw = where, generator_state(where)
         if scratch:
             read = [content for content in read if content not in scratch]
@@ -358,12 +359,8 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
         entry = kind.entries[recipe is None][in_backward()]
         has_run = False
         if sizes is None:
-            for s in reads:
-                self._guarded(kind.name, engine.hold, s)
-            try:
+            with self._held(kind.name, reads):
                 result, _, _, took_ns = self._timed(key, workspace, func, args, kwargs)
-            finally:
-                engine.let_go_of_all()
             has_run = True
         elif engine.fits(reads, sum(all_sizes) + workspace_bytes):
             result, made, made_bytes, took_ns = self._timed(key, workspace, func, args, kwargs)
@@ -437,14 +434,16 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
             return func(*args, **(kwargs or {}))
 
     @contextlib.contextmanager
-    def _held(self, name: str, storages: list[int]) -> Iterator[None]:
+    def _held(self, name: str, storages: Iterable[int]) -> Iterator[None]:
         """Have storages of the engine in memory together for a while."""
-        for s in storages:
-            self._guarded(name, self._engine.hold, s)
+        held = []
         try:
+            for s in storages:
+                self._guarded(name, self._engine.hold, s)
+                held.append(s)
             yield
         finally:
-            for s in storages:
+            for s in held:
                 self._engine.let_go(s)
 
     def _described(self, argument: Any, read: list[Content], key: list[Any]) -> Any:
@@ -457,9 +456,13 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
             read.append(content)
             shape, stride, dtype = argument.shape, argument.stride(), argument.dtype
             key += (shape, stride, dtype, argument.is_cuda)
-            conjugate = dtype.is_complex and argument.is_conj()
-            keeps = storage if content.made_by is None else None
-            return View((content, shape, stride, argument.storage_offset(), dtype, conjugate, keeps))
+            conjugate, negated = dtype.is_complex and argument.is_conj(), argument.is_neg()
+            keeps = None
+            if content.made_by is None:
+                keeps = storage
+                if not content.size_bytes and is_zero_stand_in(argument):
+                    return argument
+            return View((content, shape, stride, argument.storage_offset(), dtype, conjugate, negated, keeps))
         if isinstance(argument, list | tuple):
             key.append(len(argument))
             return [self._described(entry, read, key) for entry in argument]
@@ -502,7 +505,7 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
         try:
             step(number)
         except OutOfMemory as error:
-            self._engine.let_go_of_all()
+            self._engine.give_up()
             asked, held = error.asked_bytes, []
             for s in error.held:
                 live = self._at_number(s)
@@ -512,14 +515,14 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
             self._failure = failure
             raise BudgetExceeded(name, asked, self.budget_bytes, str(failure)) from None
         except Thrashed:
-            self._engine.let_go_of_all()
+            self._engine.give_up()
             self._thrashed = True
             raise NoScheduleFound(
                 f"recomputation for {name} makes the block take more than {self._engine.thrash_limit:g} times as long as without "
                 f"the budget of {self.budget_bytes:,} bytes; give it more memory, a higher thrash_limit or another heuristic"
             ) from None
         except BaseException:
-            self._engine.let_go_of_all()
+            self._engine.give_up()
             raise
 
     def _at_number(self, s: int) -> Content | None:
@@ -601,7 +604,7 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
         content = self._contents.get(storage._cdata)
         if content is not None:
             return content
-        size, engine = counted_bytes(storage), self._engine
+        size, engine = 0 if is_zero_stand_in(tensor) else counted_bytes(storage), self._engine
         if resident and not engine.steps:
             s = engine.holds(size)
             self._resident.append(s)
@@ -614,8 +617,7 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
             self._guarded("an input", engine.call, op)
             (s,) = engine.outputs(op)
             content = self._new_content(s, size, None, storage)
-            engine.hold(s)
-            engine.kept.add(s)
+            engine.keep_until_dropped(s)
         if tensor.is_leaf and tensor.requires_grad:
             handle = tensor.register_post_accumulate_grad_hook(self._keep_gradient)  # type: ignore[no-untyped-call]
             self._interposed.callback(handle.remove)
@@ -652,8 +654,7 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
         """From now on a content stays in memory until the program drops it."""
         engine = self._engine
         if content.number not in engine.kept:
-            self._guarded(name, engine.hold, content.number)
-            engine.kept.add(content.number)
+            self._guarded(name, engine.keep_until_dropped, content.number)
 
     def _fix(self, content: Content, name: str) -> None:
         """A content is about to be written over without a new version of it: it, and what can be made again only from what it
@@ -799,9 +800,13 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
         return graph, tuple(steps)
 
 
-def _device_of(args: Any, kwargs: Any) -> torch.device:
-    """Where an op without a generator of its own draws: on the device of its first tensor, or the one it is given."""
-    for leaf in tree_leaves((args, kwargs)):
+def _drawn_from(args: Any, kwargs: Any) -> torch.device | torch.Generator:
+    """Where an op draws: from the generator it is given, or on the device of its first tensor or the one it is given."""
+    leaves = tree_leaves((args, kwargs))
+    for leaf in leaves:
+        if isinstance(leaf, torch.Generator):
+            return leaf
+    for leaf in leaves:
         if isinstance(leaf, Tensor):
             return leaf.device
     device = kwargs.get("device")
@@ -850,10 +855,11 @@ _OPENS = {
     for name in ("__array__", "__dlpack__", "data_ptr", "numpy", "share_memory_", "storage", "untyped_storage")
 }
 _READS = {getattr(Tensor, name) for name in ("__deepcopy__", "__format__", "__reduce_ex__", "__repr__", "tolist")}
+_WRITES = {getattr(Tensor, name) for name in ("apply_", "map2_", "map_")}  # to the first of the tensors they read
 
 
 class _RawReads(TorchFunctionMode):
-    """Reads past the dispatcher: the tensor is there meanwhile, or from then on."""
+    """Reads and writes past the dispatcher: the tensor is there meanwhile, or from then on."""
 
     def __init__(self, run: EagerRun) -> None:
         super().__init__()
@@ -863,9 +869,11 @@ class _RawReads(TorchFunctionMode):
         if func in _OPENS:
             run = self._run
             run._keep(run._content(args[0]), func.__name__)
-        elif func in _READS:
+        elif func in _READS or func in _WRITES:
             run = self._run
-            content = run._content(args[0])
-            with run._held(func.__name__, [content.number]):
+            read = [run._content(argument) for argument in args if isinstance(argument, Tensor)]
+            if func in _WRITES:
+                run._fix(read[0], func.__name__)
+            with run._held(func.__name__, [content.number for content in read]):
                 return func(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))

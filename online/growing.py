@@ -5,6 +5,8 @@ Nothing makes views here, so a tensor and its storage have the same number.
 
 from __future__ import annotations
 
+from collections import Counter
+
 from online.engine import Engine, Option
 from online.heuristics import Heuristic
 
@@ -18,7 +20,7 @@ class GrowingEngine(Engine):
     thrash_limit  stop when all runs take this many times what the first runs took until then
     """
 
-    __slots__ = ("_declared", "kept", "thrash_limit")
+    __slots__ = ("_declared", "_held", "kept", "thrash_limit")
 
     def __init__(
         self, budget_bytes: int | None, heuristic: Heuristic, *, thrash_limit: float, seed: int = 0, reclaim: bool = False
@@ -26,6 +28,7 @@ class GrowingEngine(Engine):
         super().__init__(budget_bytes, heuristic, seed=seed, reclaim=reclaim, options=(Option.YIELD,))
         self._lazy = False  # what the program drops is gone with its bytes, whatever the rule
         self.kept: set[int] = set()
+        self._held: Counter[int] = Counter()
         self.thrash_limit = thrash_limit
         self._declared = 0
 
@@ -111,13 +114,21 @@ class GrowingEngine(Engine):
         if not self.accessed(s):
             self._materialize(self._producer[s], s, first=False)
 
+    def keep_until_dropped(self, s: int) -> None:
+        """Have a storage in memory until the program drops it. Raises OutOfMemory."""
+        self.bring(s)
+        self._lock(s)
+        self.kept.add(s)
+
     def hold(self, s: int) -> None:
         """Have a storage in memory until ``let_go``. Raises OutOfMemory."""
         self.bring(s)
         self._lock(s)
+        self._held[s] += 1
 
     def let_go(self, s: int) -> None:
         """Undo one ``hold``."""
+        self._held[s] -= 1
         self._unlock(s)
 
     def drop(self, s: int) -> None:
@@ -164,11 +175,18 @@ class GrowingEngine(Engine):
         """Time and workspace of an op."""
         return self._time_ns[op], self._workspace_bytes[op]
 
-    def let_go_of_all(self) -> None:
-        """After an op that failed: nothing is under way any more, so nothing is held but what is kept."""
+    def give_up(self) -> None:
+        """After an op that failed: none is under way any more, so ops hold nothing and no rebuild is planned."""
         for s, count in enumerate(self._locks):
-            usual = 1 if s in self.kept and not self._pinned[s] else 0
+            usual = self._held.get(s, 0)
+            if s in self.kept and not self._pinned[s]:
+                usual += 1
             if count > usual:
                 self._locks[s] = usual
                 if not usual and self.resident[s] and not self._pinned[s]:
                     self.pool.join(s)
+        self._planned.clear()
+        for s, count in enumerate(self._pending):
+            if count:
+                self._pending[s] = 0
+                self.pool.spare(s, False)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import math
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from graphs.costs import DEVICES, DeviceDescription
 from graphs.errors import InputError
 from graphs.rewrite import cuda_bytes
-from graphs.torch_private import FakeTensorMode, quiet_stand_ins, tree_leaves, tree_map_only, without_autocast
+from graphs.torch_private import FakeTensorMode, negated_view, quiet_stand_ins, tree_leaves, tree_map_only, without_autocast
 from planner.draws import repeat_draw
 
 
@@ -62,8 +64,8 @@ class Notice(weakref.ref[UntypedStorage]):
 class View(tuple[Any, ...]):
     """A tensor argument, without the tensor: enough to make one like it.
 
-    It has: content, shape, stride, offset, dtype, whether it is conjugate; and the storage itself where that cannot be made
-    again, as it then has to live as long as it may be read.
+    It has: content, shape, stride, offset, dtype, whether it is conjugate, whether it is negated; and the storage itself where
+    that cannot be made again, as it then has to live as long as it may be read.
     """
 
     __slots__ = ()
@@ -77,15 +79,17 @@ class View(tuple[Any, ...]):
     @property
     def keeps(self) -> UntypedStorage | None:
         """The storage, where it cannot be made again."""
-        storage: UntypedStorage | None = self[6]
+        storage: UntypedStorage | None = self[7]
         return storage
 
     def tensor(self, storage: UntypedStorage) -> Tensor:
         """The argument again, over ``storage``."""
-        _, shape, stride, offset, dtype, conjugate, _ = self
+        _, shape, stride, offset, dtype, conjugate, negated, _ = self
         made = torch.empty(0, dtype=dtype, device=storage.device)
         made.set_(storage, offset, shape, stride)
-        return made.conj() if conjugate else made
+        if conjugate:
+            made = made.conj()
+        return negated_view(made) if negated else made
 
 
 class Recipe:
@@ -99,7 +103,7 @@ class Recipe:
     with_grad     whether gradients were enabled: some kernels (oneDNN's recurrent layers) make more then
     """
 
-    __slots__ = ("__weakref__", "args", "draw", "func", "kwargs", "makes", "scratch", "with_grad", "written")
+    __slots__ = ("__weakref__", "args", "default_dtype", "draw", "func", "kwargs", "makes", "scratch", "with_grad", "written")
 
     def __init__(self, func: Any, args: Any, kwargs: Any, written: list[Content], scratch: list[Content]) -> None:
         self.func = func
@@ -110,6 +114,7 @@ class Recipe:
         self.makes: list[Known] = []
         self.draw: tuple[torch.device | torch.Generator, Tensor] | None = None
         self.with_grad = torch.is_grad_enabled()
+        self.default_dtype = torch.get_default_dtype()
 
     def run(self) -> list[UntypedStorage]:
         """Run the op once more: the storages it makes, those of new contents it writes first."""
@@ -118,13 +123,31 @@ class Recipe:
         args = [_filled(argument, own, old) for argument in self.args]
         kwargs = {name: _filled(argument, own, old) for name, argument in self.kwargs.items()}
         # No argument requires a gradient, so nothing is recorded.
-        with without_autocast(), torch.set_grad_enabled(self.with_grad):
+        with without_autocast(), torch.set_grad_enabled(self.with_grad), _by_default(self.default_dtype):
             if self.draw is None:
                 result = self.func(*args, **kwargs)
             else:
                 where, state = self.draw
                 result = repeat_draw(state, where, self.func, *args, **kwargs)
         return [own[content] for content in self.written] + new_storages(result, old)
+
+
+@contextlib.contextmanager
+def _set_default(dtype: torch.dtype) -> Iterator[None]:
+    now = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(now)
+
+
+def _by_default(dtype: torch.dtype) -> contextlib.AbstractContextManager[None]:
+    """Have floating-point tensors of this type where none is given."""
+    return _NOTHING if dtype is torch.get_default_dtype() else _set_default(dtype)
+
+
+_NOTHING = contextlib.nullcontext()
 
 
 def _filled(argument: Any, own: dict[Content, UntypedStorage], old: set[int]) -> Any:
@@ -208,7 +231,8 @@ class Kind:
         self.scratch: tuple[int, ...] = ()
         writes = [at for at, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
         if packet in _BATCH_NORMS:  # most schemas do not say that running statistics are written
-            self.scratch = (3, 4)
+            names = [argument.name for argument in schema.arguments]
+            self.scratch = tuple(names.index(name) for name in ("running_mean", "running_var") if name in names)
             writes = [at for at in writes if at not in self.scratch]
         self.written = tuple((at, schema.arguments[at].name) for at in writes)
         gives_tensors = any("Tensor" in str(r.type) for r in schema.returns)
@@ -220,6 +244,7 @@ class Kind:
         self.of_first = tensors == [0] and str(schema.arguments[0].type) == "Tensor"
         makes_views = func.is_view or torch.Tag.inplace_view in func.tags
         has_none = not tensors and not gives_tensors  # say, marks for the profiler
+        has_none = has_none or packet == "aten::_efficientzerotensor"  # a stand-in without memory
         self.looks = not self.moves and (makes_views or has_none or not (gives_tensors or self.written or self.acts))
 
     def _entries(self) -> tuple[tuple[Entry, Entry], ...]:
@@ -270,9 +295,9 @@ GIVEN = _Given()
 Key = tuple[Any, ...]
 sizes_of: dict[Key, tuple[int, ...]] = {}  # bytes of the storages that calls with this key made
 MOST_KEYS = 100_000
-BOUNDS: Mapping[str, Callable[[Tensor], int]] = {  # the most an op can make whose result depends on what it reads
+BOUNDS: Mapping[str, Callable[..., int]] = {  # the most an op can make whose result depends on what it reads
     "aten.nonzero": lambda t: t.numel() * t.dim() * 8,
-    "aten.masked_select": lambda t: t.numel() * t.element_size(),
+    "aten.masked_select": lambda t, mask: math.prod(torch.broadcast_shapes(t.shape, mask.shape)) * t.element_size(),
 }
 
 

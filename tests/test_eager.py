@@ -500,6 +500,117 @@ def test_reading_brings_back() -> None:
     assert run.counters.recomputations > 0
 
 
+def swept(step: Callable[[], list[Tensor]], holding: Any, least: float = 0.4) -> int:
+    """Compare a step under budgets from ``least`` of its peak on with the plain step: how often it recomputed in all."""
+    want, recomputations = step(), 0
+    with budget(None, holding=holding) as free:
+        assert same(step(), want)
+    for budget_bytes in range(int(least * free.peak_bytes), free.peak_bytes + 1, max(1, free.peak_bytes // 50)):
+        for heuristic in ("lru", "dtr_eq+reclaim", "demand"):
+            with contextlib.suppress(BudgetExceeded, NoScheduleFound):
+                with budget(budget_bytes, holding=holding, costs="modelled", heuristic=heuristic) as run:
+                    got = step()
+                assert same(got, want)
+                recomputations += run.counters.recomputations
+    return recomputations
+
+
+def push(x: Tensor) -> None:
+    """Have what is not held pushed out."""
+    several = [x + i for i in range(4)]
+    del several
+
+
+def test_statistics_that_only_a_batch_norm_uses_are_there_when_it_runs_again() -> None:
+    """Instance norm makes copies of its running statistics, one for each sample, and has them written to."""
+    norms = nn.ModuleList(nn.InstanceNorm1d(8, track_running_stats=True) for _ in range(3))
+    x = torch.randn(4, 8, 16)
+    start = copy.deepcopy(norms.state_dict())
+
+    def step() -> list[Tensor]:
+        norms.load_state_dict(start)
+        found = [x]
+        for norm in norms:
+            found.append(norm(found[-1].sin()).tanh())
+        push(x)
+        return [*found, *(buffer.clone() for buffer in norms.buffers())]
+
+    assert swept(step, (norms, x)) > 50
+
+
+def test_a_generator_given_by_place_is_drawn_from_again() -> None:
+    x = torch.rand(1000) * 10
+
+    def step() -> list[Tensor]:
+        generator = torch.Generator().manual_seed(3)
+        drawn = torch.poisson(x, generator)
+        push(x)
+        return [drawn, generator.get_state()]
+
+    assert swept(step, x) > 5
+
+
+def test_conjugate_and_negated_views_are_read_again_as_they_were() -> None:
+    z = torch.randn(500, dtype=torch.complex64)
+
+    def step() -> list[Tensor]:
+        y = z * 2
+        copied = torch.zeros(500).copy_(y.conj().imag)
+        product = torch.mm(y.view(20, 25), y.conj().view(25, 20))
+        del y
+        push(z)
+        return [copied, product]
+
+    assert swept(step, z) > 5
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch's own use of it
+def test_derivatives_forward_in_which_zeros_have_no_memory() -> None:
+    x, weight = torch.randn(1000), torch.randn(1000)
+
+    def step() -> list[Tensor]:
+        with torch.autograd.forward_ad.dual_level():
+            y = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
+            for _ in range(4):
+                y = (y * weight).sin() + x
+            tangent = torch.autograd.forward_ad.unpack_dual(y).tangent
+            assert tangent is not None
+            return [tangent.clone()]
+
+    assert swept(step, (x, weight)) > 5
+
+
+def test_what_python_functions_write_past_the_dispatcher_stays() -> None:
+    x = torch.randn(100)
+
+    def step() -> list[Tensor]:
+        y = x * 2
+        before, after = y + 1, x * 3
+        push(x)
+        y.apply_(lambda number: number + 1)
+        after.map_(y, lambda a, b: a - b)
+        push(x)
+        return [before, y, after]
+
+    assert swept(step, x) > 5
+
+
+def test_the_default_dtype_is_that_of_the_first_run() -> None:
+    x = torch.randn(1000)
+
+    def step() -> list[Tensor]:
+        torch.set_default_dtype(torch.float64)
+        try:
+            ones, half = torch.ones(500), torch.arange(500) / 2
+        finally:
+            torch.set_default_dtype(torch.float32)
+        push(x)
+        assert torch.get_default_dtype() is torch.float32
+        return [ones, half, torch.ones(500)]
+
+    assert swept(step, x) > 5
+
+
 def test_sizes_that_depend_on_data_are_counted() -> None:
     x = torch.arange(1000.0)
     with budget(40_000, holding=x) as run:

@@ -75,3 +75,23 @@ def test_recomputation_is_limited_by_what_first_runs_took() -> None:
     engine.lift()
     engine.bring(1)
     assert engine.limit_ns == engine.budget_bytes == float("inf")
+
+
+def test_what_is_held_and_kept_stays_so_where_an_op_fails() -> None:
+    engine = GrowingEngine(4, HEURISTICS["demand"], thrash_limit=10.0)
+    for _ in range(4):
+        engine.ran((), (1,), 0, 5)
+    engine.hold(0)
+    engine.keep_until_dropped(1)
+    engine.call(engine.declare((2,), (1,), 0, 5))  # 3 goes
+    with pytest.raises(OutOfMemory):
+        engine.call(engine.declare((2, 3, 4), (3,), 0, 5))
+    engine.give_up()
+    assert not engine._planned and not any(engine._pending)
+    assert [s for s in range(engine.ops) if engine._locks[s]] == [0, 1]
+    engine.call(engine.declare((), (2,), 0, 5))  # all goes that is neither held nor kept
+    assert [s for s in range(5) if engine.resident[s]] == [0, 1]
+    engine.let_go(0)
+    engine.drop(1)
+    engine.call(engine.declare((), (2,), 0, 5))
+    assert not engine.resident[0] and not engine.resident[1]
