@@ -165,6 +165,7 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
         self.heuristic = heuristic
         self.seed = seed
         self._engine = engine
+        self._reclaims = engine.reclaim
         self._holding = holding
         self._costs = costs
         self._model = CostModel()
@@ -267,7 +268,7 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
             limit,
             self.heuristic,
             Release.EAGER,
-            self._engine.reclaim,
+            self._reclaims,
             self.seed,
             status,
             tuple(to_json(schedule)),
@@ -368,8 +369,8 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
                 if workspace is not None and other_bytes + workspace.size_bytes > workspace_bytes:
                     workspace_bytes = other_bytes + workspace.size_bytes
                     self._note(kind.name, engine.used_bytes + sum(all_sizes) + workspace_bytes)
+                self._place(self._log, engine.ops, entry)
                 op = engine.ran(reads, all_sizes, workspace_bytes, took_ns)
-                self._log.append(entry)
                 self._bind(op, written, made, recipe)
                 return result
             has_run = True
@@ -491,9 +492,8 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
         self, entry: Entry, reads: tuple[int, ...], sizes: tuple[int, ...], workspace_bytes: int, time_ns: int = 0
     ) -> int:
         """A new op and its storages, in the engine; ``_bind`` says the rest."""
-        op = self._engine.declare(reads, sizes, workspace_bytes, time_ns)
-        self._log.append(entry)
-        return op
+        self._place(self._log, self._engine.ops, entry)
+        return self._engine.declare(reads, sizes, workspace_bytes, time_ns)
 
     def _note(self, name: str, asked_bytes: int) -> None:
         """An operator has had so many bytes in memory."""
@@ -736,17 +736,20 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
         if self._alive is not None:
             return
         self._bury()
-        problem: BudgetExceeded | NoScheduleFound | None = None
+        problem: Exception | None = None
         alive = list(self._contents.values())
         if failed:
             engine.lift()
         for content in alive:
             try:
                 self._keep(content, "what the block leaves alive")
-            except (BudgetExceeded, NoScheduleFound) as error:  # no tensor must stay empty: nothing looks after it any more
-                problem = error
+            except Exception as error:  # no tensor must stay empty: nothing looks after it any more
+                problem = problem or error
                 engine.lift()
-                self._keep(content, "what the block leaves alive")
+                try:
+                    self._keep(content, "what the block leaves alive")
+                except Exception as again:
+                    problem = again
         self._alive = [c.number for c in alive]
         self._contents.clear()
         self._seen_modules.clear()

@@ -96,8 +96,9 @@ class GrowingEngine(Engine):
         return op
 
     def lift(self) -> None:
-        """From now on without a budget, and without a limit of time."""
+        """From now on without a budget, and without a limit of time: each op is run again once at the most."""
         self.budget_bytes = self.thrash_limit = self.limit_ns = float("inf")
+        self.reclaim = False
 
     def _materialize(self, op: int, wanted: int, *, first: bool) -> None:
         if self.thrash_limit < float("inf"):

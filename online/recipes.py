@@ -297,8 +297,14 @@ sizes_of: dict[Key, tuple[int, ...]] = {}  # bytes of the storages that calls wi
 MOST_KEYS = 100_000
 BOUNDS: Mapping[str, Callable[..., int]] = {  # the most an op can make whose result depends on what it reads
     "aten.nonzero": lambda t: t.numel() * t.dim() * 8,
-    "aten.masked_select": lambda t, mask: math.prod(torch.broadcast_shapes(t.shape, mask.shape)) * t.element_size(),
+    "aten.masked_select": lambda t, mask: _together(t, mask) * t.element_size(),
 }
+
+
+def _together(*tensors: Tensor) -> int:
+    """Elements of tensors that are broadcast against each other."""
+    return math.prod(torch.broadcast_shapes(*(t.shape for t in tensors)))  # type: ignore[no-untyped-call]
+
 
 
 def remember(key: Key, sizes: tuple[int, ...]) -> None:

@@ -24,6 +24,7 @@ from graphs.torch_private import REPLACES_IN_PLACE
 from online import run as run_online
 from online.eager import EagerRun, budget
 from online.heuristics import HEURISTICS
+from online.recipes import Recipe
 from planner.simulate import simulate
 
 
@@ -752,6 +753,44 @@ def test_what_other_threads_do_is_no_matter_of_the_block() -> None:
         assert run.live_bytes == before
     assert [op.kind for op in run.graph.ops] == ["aten.zeros.default", "aten.add.Tensor"]
     assert y[0] == 1
+
+
+def test_what_a_failed_block_leaves_alive_takes_each_op_once_more() -> None:
+    """Where what a rebuild has read goes at once, two numbers of each of which two are computed take ever longer."""
+    x = torch.randn(1000)
+    with pytest.raises(Odd), budget(21_000, holding=x, heuristic="lru+reclaim", costs="modelled") as run:
+        older, newer = x + 1, x + 2
+        for _ in range(40):
+            older, newer = newer, (older + newer) / 2
+        several = [x * i for i in range(4)]
+        del several
+        before = run.counters.recomputations
+        assert run.counters.evictions >= 2
+        raise Odd
+    assert 0 < run.counters.recomputations - before <= 2 + 2 * 40
+    a, b = x + 1, x + 2
+    for _ in range(40):
+        a, b = b, (a + b) / 2
+    assert torch.equal(a, older) and torch.equal(b, newer)
+
+
+def test_an_error_while_tensors_are_brought_back_leaves_none_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_again, errors, x = Recipe.run, [Odd], torch.randn(1000)
+
+    def faulty(recipe: Recipe) -> Any:
+        if ended and errors:
+            raise errors.pop()
+        return run_again(recipe)
+
+    monkeypatch.setattr(Recipe, "run", faulty)
+    ended = False
+    with pytest.raises(Odd), budget(21_000, holding=x) as run:
+        tensors = [x * i for i in range(4)]
+        x.sigmoid().add_(1)
+        assert run.counters.evictions >= 2
+        ended = True
+    assert all(torch.equal(t, x * i) for i, t in enumerate(tensors))
+    assert run.graph
 
 
 @EXACT
