@@ -750,7 +750,8 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
                     self._keep(content, "what the block leaves alive")
                 except Exception as again:
                     problem = again
-        self._alive = [c.number for c in alive]
+        self._bury()  # what has been collected meanwhile
+        self._alive = [content.number for content in self._contents.values()]
         self._contents.clear()
         self._seen_modules.clear()
         self._bury()

@@ -306,7 +306,6 @@ def _together(*tensors: Tensor) -> int:
     return math.prod(torch.broadcast_shapes(*(t.shape for t in tensors)))  # type: ignore[no-untyped-call]
 
 
-
 def remember(key: Key, sizes: tuple[int, ...]) -> None:
     """Note what a call with this key made."""
     if len(sizes_of) >= MOST_KEYS:
