@@ -3,8 +3,8 @@
 A stage's problem is a graph of its own: its forward ops, a stop, its backward ops. The later stages run at the stop: it reads
 the stage's output, makes the gradients that they send back, and runs once (it has an effect). What the stage reads from outside
 counts nothing in it. Two budgets limit a way to run it: its peak, and what it holds at the stop. For each pair the least time is
-found with the MILP of ``planner.stage_model``, with one event at the stop and more where the solution, walked, overflows; that is
-the least in Checkmate's space.
+found with the MILP of ``planner.stage_model``, with one event at the stop, and more of them and cuts where the solution, walked,
+overflows.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from planner.list_walk import ListWalk
 from planner.milp import Outcome
 from planner.schedule import Compute, keep_all, with_frees
 from planner.simulate import Trace, simulate
-from planner.stage_model import Inside, stage_model, walk, with_end
+from planner.stage_cuts import fitting_walk, missing
+from planner.stage_model import StageCut, stage_model, with_end
 
 ROUNDS = 30  # MILPs for one pair of budgets at most
 STILL_EXACT = 1e-4  # gap of a MILP, relative to the stage's time
@@ -176,9 +177,9 @@ class BlockSolver:
         graph = block.graph
         closed = with_end(graph)
         events: list[int] = [block.stop]
-        inside: list[Inside] = []
+        cuts: list[StageCut] = []
         for _ in range(ROUNDS):
-            model = stage_model(closed, peak_bytes, events, inside)
+            model = stage_model(closed, peak_bytes, events, cuts)
             keep = model.keep[events.index(block.stop)]
             unit = max(1, saved_bytes)
             counted = [(k, graph.values[x].size_bytes / unit) for x, k in keep.items() if graph.producer[x] != block.stop]
@@ -188,23 +189,16 @@ class BlockSolver:
             self.cut_short |= answer.outcome is Outcome.STOPPED
             if answer.values is None:
                 return None, answer.outcome is Outcome.INFEASIBLE
-            runs = walk(model, model.kept(answer))
+            runs = fitting_walk(model, answer, graph, peak_bytes)
             schedule = with_frees(graph, runs)
             trace = simulate(graph, schedule)
             if trace.peak_bytes <= peak_bytes:
                 return runs, answer.outcome is Outcome.SOLVED
-            at = trace.peak_step
-            step = schedule[at]
-            assert isinstance(step, Compute)
-            seen = {s.op for s in schedule[:at] if isinstance(s, Compute)}
-            coming = next((s.op for s in schedule[at:] if isinstance(s, Compute) and s.op not in seen), len(graph.ops))
-            if coming not in events:
-                events = sorted((*events, coming))
-            elif step.op != coming and (coming, step.op) not in inside:
-                inside.append((coming, step.op))
-                events = sorted({*events, coming - 1})
-            else:
+            more_events, more_cuts = missing(model, answer, graph, schedule, peak_bytes, cuts, 1)
+            if not more_events and not more_cuts:
                 break
+            events = sorted((*events, *more_events))
+            cuts += more_cuts
             if time.perf_counter() > deadline:
                 self.cut_short = True
                 break

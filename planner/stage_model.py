@@ -7,7 +7,8 @@ use`` means: by an op that runs for the first time in the stage.
     K[j, x] ∈ {0, 1}   value x is in memory when t_j has just run, its inputs not yet freed
     R[j, v] ∈ {0, 1}   op v ≤ t_j runs again in stage j
     Z[i, j, v] ∈ [0, 1]  op v ≤ t_i runs again in some of the stages i … j; Z[j, j, v] is R[j, v]
-    L[x]    ∈ [0, 1]   value x is live inside a stage, when op v has just run again there (one L for each inside row)
+    C[j, x] ∈ [0, 1]   value x stays in memory all the stage long
+    A[j, v] ∈ {0, 1}   op v runs at least twice in stage j (where a cut says something about it); costs time(v) once more
 
     minimise   Σ time(v) · R[j, v]
     memory     Σ_x bytes(x) · K[j, x] + workspace(t_j) + resident ≤ budget      each j
@@ -16,28 +17,27 @@ use`` means: by an op that runs for the first time in the stage.
     re-use     K[j, x] + R[j, prod(x)] ≥ R[j, v]    x an input of v
     carry      K[j, x] + R[j, prod(x)] ≥ K[j+1, x]  x made by t_j or before
     spans      Z[i, j, v] ≤ Z[i, j-1, v] + R[j, v]; first use, re-use and carry for K[i], Z[i, j], K[j+1] too
-    inside     Σ_x bytes(x) · L[x] + (bytes of v's outputs + workspace(v)) · R[j, v] + resident ≤ budget
-               for op v in stage j = (w - 1, w]: an event, and the next first execution an event too
-                 x made before v:   L[x] ≥ R[j, u] for consumers u ≥ v;  L[x] ≥ K[j+1, x];  L[x] ≥ 1 if w reads x
-                 x made by v or later:   the same for all consumers u, each less R[j, prod(x)]
+    cuts       Σ bytes(x) · C[j, x] + peak · Y + resident ≤ budget     over x that ``peak`` does not count, see ``StageCut``
+               Y ≥ 1 − the number of facts that do not hold
+               C[j, x] ≥ K[j+1, x] − R[j, prod(x)];  C[j, x] ≥ 1 − R[j, prod(x)] where t_{j+1} reads x
 
 This is Checkmate's MILP (Jain et al., MLSys 2020, eq. 9), for values instead of ops, with most stages and memory rows left
-out. Every schedule with this order of first executions satisfies all but the inside rows, so without them the optimum
-bounds its extra time from below, for any events. Inside rows hold for Checkmate's space only: between two first
-executions every op runs again at most once, in op order.
+out, and with cuts for what happens between events. Every schedule with this order of first executions satisfies all rows, so
+the optimum bounds its extra time from below, for any events and cuts. (Checkmate's own rows for memory between two first
+executions hold where every op runs again at most once there, in op order.)
 
 The spans say nothing new about whole numbers. Without them the LP re-runs an op by halves in two stages and asks only
 for half of its inputs each time, so that more events make it weaker; with them it is no weaker than each event alone.
 
 What cannot matter has no variable: an op with an effect has no R; a value that nothing after t_j can need, not even through
 re-runs, no K. Values that are tiny even all together count as kept for free (the bound stays a bound). Where there are no
-inside rows, K is 0 for a value that is kept only to make something no larger from it alone: keep that instead (``_passing``).
+cuts, K is 0 for a value that is kept only to make something no larger from it alone: keep that instead (``_passing``).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from graphs.ir import Graph, Op
@@ -48,7 +48,29 @@ TINY = 1e-5  # share of the budget that all values without variables may take to
 
 SPAN_VARIABLES = 15_000  # Z variables of one model at most; the longest spans come first, then the shortest
 
-Inside = tuple[int, int]  # (w, v): the row for re-running op v between the first executions of w - 1 and w
+
+@dataclass(frozen=True, slots=True)
+class StageCut:
+    """Facts about the stage that ends with the first execution of op ``w``, and how much memory they take in any order.
+
+    runs    ops that run again in the stage, at least once each
+    ends    what they make that is in memory when w has run; what w reads is in any case
+    stays   ops that do not run again in the stage, so what they made is there until the last of ``runs`` that reads it
+    once    of ``runs``: not twice
+    absent  what these make that is not in memory when the stage begins
+    peak_bytes  the least peak of what is counted, over all orders in which ``runs`` can run for the last time: their inputs and
+                outputs and workspace, without resident values and those ``apart``
+    apart   inputs and outputs of ``runs`` that are not in it, as they stay in memory all the stage long or may do so
+    """
+
+    w: int
+    runs: tuple[int, ...]
+    ends: tuple[int, ...]
+    stays: tuple[int, ...]
+    once: tuple[int, ...]
+    absent: tuple[int, ...]
+    peak_bytes: int
+    apart: frozenset[int]
 
 
 def with_end(graph: Graph) -> Graph:
@@ -64,6 +86,7 @@ class StageModel:
     """The MILP of one set of events.
 
     keep, rerun  for each stage, the variable number of each value's K and of each op's R
+    twice        and of the A of ops that cuts say something about
     tiny         values without variables because of their size
     unit_ns      nanoseconds per unit of cost
     """
@@ -73,6 +96,7 @@ class StageModel:
     milp: Milp
     keep: tuple[dict[int, int], ...]
     rerun: tuple[dict[int, int], ...]
+    twice: tuple[dict[int, int], ...]
     tiny: frozenset[int]
     unit_ns: float
 
@@ -92,8 +116,8 @@ class StageModel:
         return self.graph.keep_all_time_ns + max(0, math.ceil(extra_ns / grain) * grain)
 
 
-def stage_model(graph: Graph, budget_bytes: int, events: Sequence[int], inside: Sequence[Inside] = ()) -> StageModel:
-    """Build the MILP of a graph with an end, for stages at ``events`` (ascending) and the rows ``inside`` them."""
+def stage_model(graph: Graph, budget_bytes: int, events: Sequence[int], cuts: Sequence[StageCut] = ()) -> StageModel:
+    """Build the MILP of a graph with an end, for stages at ``events`` (ascending), and with ``cuts``, each at one of them."""
     milp = Milp()
     producer = graph.producer
     size = [value.size_bytes for value in graph.values]
@@ -104,7 +128,7 @@ def stage_model(graph: Graph, budget_bytes: int, events: Sequence[int], inside: 
     running = [{x for x in (*graph.ops[t].inputs, *graph.ops[t].outputs) if producer[x] >= 0} for t in events]
 
     # Variables, with the running rows as lower bounds of K.
-    passing = {} if inside else _passing(graph)
+    passing = {} if cuts else _passing(graph)
     keep = tuple(
         {x: milp.binary(lower=float(x in running[j]), upper=float(passing.get(x, t) >= t)) for x in sorted(needed[j])}
         for j, t in enumerate(events)
@@ -113,7 +137,8 @@ def stage_model(graph: Graph, budget_bytes: int, events: Sequence[int], inside: 
         {v: milp.binary(cost=graph.ops[v].time_ns / unit_ns) for v in makers if not graph.ops[v].effect}
         for makers in (sorted({producer[x] for x in need}) for need in needed)
     )
-    model = StageModel(graph, tuple(events), milp, keep, rerun, tiny, unit_ns)
+    twice: tuple[dict[int, int], ...] = tuple({} for _ in events)
+    model = StageModel(graph, tuple(events), milp, keep, rerun, twice, tiny, unit_ns)
 
     for j, t in enumerate(events):
         # What runs at t_j and is dead afterwards has no variable, but is there.
@@ -122,8 +147,8 @@ def stage_model(graph: Graph, budget_bytes: int, events: Sequence[int], inside: 
         milp.at_most((budget_bytes - fixed) / unit_bytes, [(k, size[x] / unit_bytes) for x, k in keep[j].items()])
         _use_and_carry(model, j, j, rerun[j])
     _spans(model)
-    for w, v in inside:
-        _inside(model, w, v, budget_bytes, unit_bytes)
+    for w in sorted({cut.w for cut in cuts}):
+        _cut(model, w, [cut for cut in cuts if cut.w == w], budget_bytes, unit_bytes)
     return model
 
 
@@ -173,44 +198,52 @@ def _spans(model: StageModel) -> None:
                 shorter = {v: [z] for v, z in span.items()}
 
 
-def _inside(model: StageModel, w: int, v: int, budget_bytes: int, unit_bytes: float) -> None:
-    """What is live when ``v`` has just run again before the first execution of ``w``."""
+def _cut(model: StageModel, w: int, cuts: Sequence[StageCut], budget_bytes: int, unit_bytes: float) -> None:
+    """The cuts for the stage that ends with the first execution of ``w``."""
     graph, milp = model.graph, model.milp
     j = model.events.index(w) - 1
-    assert j >= 0 and model.events[j] == w - 1, f"an inside row at {w} needs events at {w - 1} and {w}"
-    rerun, after = model.rerun[j], model.keep[j + 1]
+    keep, rerun, after = model.keep[j], model.rerun[j], model.keep[j + 1]
     reads = set(graph.ops[w].inputs)
-    op = graph.ops[v]
-    terms = [(rerun[v], (op.workspace_bytes + sum(graph.values[x].size_bytes for x in op.outputs)) / unit_bytes)]
-    for x in model.keep[j]:
-        p = graph.producer[x]
-        later = p >= v
-        wants = [rerun[u] for u in graph.consumers[x] if u in rerun and (later or u >= v)]
-        if x in after:
-            wants.append(after[x])
-        if not wants and x not in reads:
+    stays = {}  # C, for those that the row of event w does not say all about
+    for x in keep:
+        if x in after or x in reads:
+            stays[x] = milp.fraction()
+            remade = [rerun[graph.producer[x]]] if graph.producer[x] in rerun else []
+            milp.at_least(float(x in reads), [stays[x], *remade], [] if x in reads else [after[x]])
+    twice = model.twice[j]
+    for v in sorted({v for cut in cuts for v in cut.once}):
+        twice[v] = milp.binary(cost=graph.ops[v].time_ns / model.unit_ns)
+    for cut in cuts:
+        if not set(cut.runs).issubset(rerun):
             continue
-        live = milp.fraction()
-        remade = [rerun[p]] if later and p in rerun else []
-        for want in wants:
-            milp.at_least(0.0, [live, *remade], [want])
-        if x in reads:
-            milp.at_least(1.0, [live, *remade])
-        terms.append((live, graph.values[x].size_bytes / unit_bytes))
-    milp.at_most((budget_bytes - graph.resident_bytes) / unit_bytes, terms)
+        hold = [*(rerun[v] for v in cut.runs), *(after[x] for x in cut.ends if x not in reads)]
+        fail = [
+            *(rerun[v] for v in cut.stays if v in rerun),
+            *(twice[v] for v in cut.once),
+            *(keep[x] for x in cut.absent if x in keep),
+        ]
+        all_hold = hold[0]
+        if len(hold) + len(fail) > 1:
+            all_hold = milp.fraction()
+            milp.at_least(1.0 - len(hold), [all_hold, *fail], hold)
+        touched = {x for v in cut.runs for x in (*graph.ops[v].inputs, *graph.ops[v].outputs)} - cut.apart
+        terms = [(c, graph.values[x].size_bytes / unit_bytes) for x, c in stays.items() if x not in touched]
+        milp.at_most((budget_bytes - graph.resident_bytes) / unit_bytes, [(all_hold, cut.peak_bytes / unit_bytes), *terms])
 
 
-def walk(model: StageModel, kept: Sequence[frozenset[int]]) -> list[int]:
+def walk(model: StageModel, kept: Sequence[frozenset[int]], orders: Mapping[int, Sequence[int]] | None = None) -> list[int]:
     """The sequence of ops that a solution stands for: each lost op again just before it is needed. Without the end.
 
     Entering stage j exactly ``kept[j]`` counts as present. Before an op runs, it re-runs what is missing, inputs first, in op
     order; before event t_{j+1} also what ``kept[j + 1]`` wants. Whether that fits the budget is for ``simulate`` to say.
+
+    orders  before which ops to run which re-runs in another order, as far as their inputs allow
     """
     graph, producer = model.graph, model.graph.producer
     present = set(graph.resident)
     runs: list[int] = []
 
-    def make(values: Iterable[int]) -> None:
+    def make(values: Iterable[int], first: Sequence[int] = ()) -> None:
         missing: set[int] = set()
         todo = [producer[x] for x in values if x not in present]
         while todo:
@@ -218,14 +251,23 @@ def walk(model: StageModel, kept: Sequence[frozenset[int]]) -> list[int]:
             if v not in missing:
                 missing.add(v)
                 todo.extend(producer[x] for x in graph.ops[v].inputs if x not in present)
-        for v in sorted(missing):
-            runs.append(v)
-            present.update(graph.ops[v].outputs)
+        todo = [*sorted(missing.difference(first), reverse=True), *(v for v in reversed(first) if v in missing)]
+        while todo:
+            v = todo.pop()
+            if v in missing:
+                before = [producer[x] for x in graph.ops[v].inputs if producer[x] in missing]
+                if before:
+                    todo += [v, *sorted(before, reverse=True)]
+                    continue
+                missing.discard(v)
+                runs.append(v)
+                present.update(graph.ops[v].outputs)
 
     stage_after = {t: j for j, t in enumerate(model.events)}
     for i, op in enumerate(graph.ops):
         j = stage_after.get(i)
-        make(op.inputs if j is None else {*op.inputs, *(x for x in kept[j] if producer[x] < i)})
+        first = () if orders is None else orders.get(i, ())
+        make(op.inputs if j is None else {*op.inputs, *(x for x in kept[j] if producer[x] < i)}, first)
         runs.append(i)
         if j is not None:
             present.intersection_update({*graph.resident, *kept[j], *model.tiny, *op.inputs})

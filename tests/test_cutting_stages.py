@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+import planner.stage_cuts
 import planner.stage_model
 from graphs import Graph, Op, Value
 from graphs.importers import load_checkmate
@@ -113,7 +114,7 @@ def test_what_is_known_to_work_is_never_called_infeasible() -> None:
         graph = random_training(6, seed)
         works, schedule = smallest_known(graph)
         assert simulate(graph, schedule).peak_bytes == works >= least_bytes(graph)
-        # Seed 32 fits only outside of Checkmate's space: inside rows then prove nothing about the budget.
+        # Seed 32 fits only outside of Checkmate's space.
         assert solve(graph, works, time_limit_s=1).status is not Status.INFEASIBLE
         assert solve(graph, works, start=schedule, time_limit_s=0.2).status in (Status.OPTIMAL, Status.FEASIBLE)
 
@@ -154,10 +155,12 @@ def test_vgg16_in_seven_gigabytes_is_refused(data: Path) -> None:
     assert solve(graph, 7 * GB).status is Status.INFEASIBLE
 
 
-@pytest.mark.parametrize("part", ["CP-SAT", "HiGHS", "passing", "blocks"])
+@pytest.mark.parametrize("part", ["CP-SAT", "HiGHS", "passing", "blocks", "cuts"])
 def test_without_some_part_the_optimum_is_the_same(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if part == "passing":
         monkeypatch.setattr(planner.stage_model, "_passing", lambda graph: {})
+    elif part == "cuts":
+        monkeypatch.setattr(planner.stage_cuts, "broken_cut", lambda *_: None)
     elif part == "blocks":
         monkeypatch.setattr(cutting_stages, "BLOCKS_ROUND", 0)
     else:

@@ -2,7 +2,8 @@
 
 Memory is tight around a few moments. A MILP with stages at those events only (``planner.stage_model``) bounds from below
 every schedule that keeps the graph's order of first executions, and its solution, walked, often is a schedule that attains
-the bound. Where the walk overflows the budget, the overflow says which event or row was missing; each round adds some.
+the bound. Where the walk overflows the budget, the overflow says which event was missing, or which cut for what happens between
+two (``planner.stage_cuts``); each round adds some.
 Meanwhile list walks along that walk, and a search among them (``planner.walk_search``), find schedules that do fit, and so does
 a chain of blocks (``planner.block_chain``).
 """
@@ -26,16 +27,17 @@ from planner.loading import annealed_walks, undisturbed, walk_search
 from planner.milp import Answer, Outcome
 from planner.pebbling import least_peak
 from planner.result import Plan
-from planner.schedule import Compute, Schedule, computes, in_graph_order, keep_all, put_in_graph_order, with_frees
+from planner.schedule import Schedule, computes, in_graph_order, keep_all, put_in_graph_order, with_frees
 from planner.simulate import simulate
-from planner.stage_model import Inside, StageModel, stage_model, walk, with_end
+from planner.stage_cuts import fitting_walk, missing, next_first_runs
+from planner.stage_model import StageCut, StageModel, stage_model, walk, with_end
 
 if TYPE_CHECKING:
     from planner.walk_search import WalkSearch
 
 METHOD = "cutting_stages"
 SHRINK = (0.97, 0.94, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5)  # budgets of the one-event MILPs that list walks follow
-NEW_PER_ROUND = 2  # events or rows added a round at most
+NEW_PER_ROUND = 2  # events added a round at most, fewer by one for each cut
 # Ops that list walks run while a MILP is solved: about what it takes as long as, which grows with its variables, faster than they
 # do (without a backward pass much faster), but at first (easy budgets) and at most (hard ones) so many:
 WORK, WORK_VARIABLES, FIRST_WORK, MORE_WORK, MOST_WORK = 100_000, 1_000, 400_000, 4, 25_000_000
@@ -118,7 +120,7 @@ def _run(search: _Search, start: Schedule | None) -> None:
         _anneal(search, keep_order=False)
     if search.done():
         return
-    tightest = _next_first_run(graph, whole, simulate(graph, whole).peak_step)
+    tightest = next_first_runs(graph, whole)[simulate(graph, whole).peak_step]
     if _rounds(search, tightest):
         _search_on(search)
 
@@ -126,12 +128,12 @@ def _run(search: _Search, start: Schedule | None) -> None:
 def _rounds(search: _Search, tightest: int) -> bool:
     """Solve for the events so far, walk the solution, add what it overflows; until closed (False) or nothing is left to add."""
     graph, closed_graph = search.graph, with_end(search.graph)
-    events, inside = [tightest], list[Inside]()
+    events, cuts = [tightest], list[StageCut]()
     finest_ns = max(EXACT * search.gap, FINEST) * search.base
     sequence: list[int] = []
     refined = 0
     for round_ in itertools.count(1):
-        model = stage_model(closed_graph, search.budget_bytes, events, inside)
+        model = stage_model(closed_graph, search.budget_bytes, events, cuts)
         cheap = round_ <= CHEAP_ROUNDS and len(model.milp.cost) <= CHEAP_VARIABLES
         aim = EXACT * search.gap if cheap else search.gap
         tolerance_ns = finest_ns
@@ -142,18 +144,16 @@ def _rounds(search: _Search, tightest: int) -> bool:
         if search.trained:
             work = min(work, int(WORK * (len(model.milp.cost) / WORK_VARIABLES) ** 2))
         answer = _minimise(search, model, tolerance_ns, aim, sequence, work)
-        search.notes.update(events=len(events), inside_rows=len(inside), rounds=round_)
+        search.notes.update(events=len(events), cuts=len(cuts), rounds=round_)
         if answer.outcome is Outcome.INFEASIBLE:
-            if inside:  # schedules outside of that space may fit
-                search.notes["stopped"] = "no schedule in Checkmate's space fits"
-            elif _is_only_order(graph):
+            if _is_only_order(graph):
                 search.notes["infeasible"] = "no schedule fits, and no other order of first executions is valid"
             else:
                 search.notes["stopped"] = "no schedule with this order of first executions fits"
             return False
-        search.raise_bound(model.bound_ns(answer), restricted=bool(inside))
+        search.raise_bound(model.bound_ns(answer), restricted=False)
         if answer.values is not None:
-            sequence = walk(model, model.kept(answer))
+            sequence = fitting_walk(model, answer, graph, search.budget_bytes)
             schedule = with_frees(graph, sequence)
             search.offer(schedule, "walk")
         if search.done(aim):
@@ -170,10 +170,10 @@ def _rounds(search: _Search, tightest: int) -> bool:
         if search.done(aim):
             return False
 
-        more_events, more_inside = _missing(search, schedule, events, inside)
+        more_events, more_cuts = missing(model, answer, graph, schedule, search.budget_bytes, cuts, NEW_PER_ROUND)
         events = sorted((*events, *more_events))
-        inside.extend(more_inside)
-        if more_events or more_inside:
+        cuts.extend(more_cuts)
+        if more_events or more_cuts:
             refined = 0
         elif tolerance_ns > finest_ns:
             refined += 1
@@ -333,50 +333,6 @@ def _sat_minimise() -> Callable[..., Answer]:
 def _for_sat(model: StageModel) -> bool:
     """Whether CP-SAT is to solve the model."""
     return sum(model.milp.integer) <= SAT_VARIABLES
-
-
-def _missing(
-    search: _Search, schedule: Schedule, events: Sequence[int], inside: Sequence[Inside]
-) -> tuple[list[int], list[Inside]]:
-    """Events and inside rows for the worst overflows of a walk, each in a stage of its own.
-
-    An overflow while op v runs, with w the first execution at or next after it, asks for an event at w; if that is there
-    and v is a re-run, for the inside row (w, v) and the event w - 1 that it needs.
-    """
-    held_bytes = simulate(search.graph, schedule).memory_bytes
-    over = [s for s, held in enumerate(held_bytes) if held > search.budget_bytes and isinstance(schedule[s], Compute)]
-    over.sort(key=lambda s: -held_bytes[s])
-    more_events: list[int] = []
-    more_inside: list[Inside] = []
-    stages: set[int] = set()
-    for s in over:
-        step = schedule[s]
-        assert isinstance(step, Compute)
-        v, w = step.op, _next_first_run(search.graph, schedule, s)
-        stage = sum(t < w for t in events)
-        if stage in stages or len(stages) == NEW_PER_ROUND:
-            continue
-        if w not in events:
-            more_events.append(w)
-        elif v != w and (w, v) not in inside:
-            more_inside.append((w, v))
-            if w - 1 not in events and w - 1 not in more_events:
-                more_events.append(w - 1)
-        else:
-            continue
-        stages.add(stage)
-    return more_events, more_inside
-
-
-def _next_first_run(graph: Graph, schedule: Schedule, at: int) -> int:
-    """The op that runs for the first time at step ``at`` or next after it; the number after the last op where none does."""
-    seen: set[int] = set()
-    for s, step in enumerate(schedule):
-        if isinstance(step, Compute) and step.op not in seen:
-            seen.add(step.op)
-            if s >= at:
-                return step.op
-    return len(graph.ops)
 
 
 @dataclass(kw_only=True)
