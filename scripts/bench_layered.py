@@ -54,6 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", default="benchmarks/layered.jsonl", help="rows are added to this file")
     parser.add_argument("--kind", action="append", choices=KINDS, help="one kind of graph; several times")
     parser.add_argument("--order", action="append", choices=tuple(METHODS), help="one of both; several times")
+    parser.add_argument("--share", type=float, action="append", choices=SHARES, help="one budget; several times")
     parser.add_argument("--time-limit", type=float, default=TIME_LIMIT_S, metavar="S", help="for each budget")
     arguments = parser.parse_args(argv)
 
@@ -64,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 for kind in arguments.kind or KINDS:
                     for graph in (random_layered(kind, seed) for seed in range(SEEDS)):
                         peak_bytes = simulate(graph, keep_all(graph)).peak_bytes
-                        for share in SHARES:
+                        for share in arguments.share or SHARES:
                             if (graph.name, order, resolve_budget(share, peak_bytes)) not in made:
                                 row = row_of(graph, share, order, time_limit_s=arguments.time_limit)
                                 file.append(row)

@@ -21,8 +21,7 @@ CLOSE = 0.01
 PLANS = """# Plans, budget by budget
 
 Drawn from `benchmarks/plans.jsonl` by `python -m belady.readme_tables`; made by `python -m belady.bench_plans`. The gap holds for
-every schedule with the graph's order of first executions; the one in Checkmate's space for those that, between two first
-executions, run each op again at most once and in graph order. INFEASIBLE holds for every order; UNKNOWN: nothing found in time.
+every schedule with the graph's order of first executions. INFEASIBLE holds for every order; UNKNOWN: nothing found in time.
 
 """
 GRID = """
@@ -67,7 +66,7 @@ def executed(rows: Sequence[Row]) -> str:
 def planned(rows: Sequence[Row]) -> str:
     """Plans of every graph at every budget, with what was proved."""
     return table(
-        ("graph", "ops", "budget", "status", "overhead", "gap", "gap in Checkmate's space", "seconds"),
+        ("graph", "ops", "budget", "status", "overhead", "gap", "seconds"),
         (
             (
                 row["graph"],
@@ -76,21 +75,11 @@ def planned(rows: Sequence[Row]) -> str:
                 row["status"],
                 percent(row["overhead"]),
                 percent(row["gap"]),
-                percent(restricted_gap(row)),
                 f"{row['wall_s']:.1f}",
             )
             for row in rows
         ),
     )
-
-
-def restricted_gap(row: Row) -> float | None:
-    """The gap to the better of the two bounds; the restricted one holds for Checkmate's space only."""
-    if row["time_ns"] is None or row["bound_ns"] is None:
-        return None
-    bound_ns: int = max(row["bound_ns"], row["restricted_bound_ns"] or 0)
-    time_ns: int = row["time_ns"]
-    return max(0.0, 1 - bound_ns / time_ns)
 
 
 def summarised(rows: Sequence[Row]) -> str:
