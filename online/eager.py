@@ -39,6 +39,7 @@ from graphs.torch_private import (
     is_functorch_wrapped,
     is_zero_stand_in,
     kept_from_compiler,
+    no_dispatch,
     replace_content,
     tree_leaves,
 )
@@ -706,16 +707,17 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
         recipe = known() if known is not None else None
         if recipe is None:  # its result is already there
             return
-        for known_, storage in zip(recipe.makes, recipe.run(), strict=True):
-            content = known_()
-            if engine.resident[known_.number]:
-                continue
-            if content is None:
-                self._unread.append(known_)
-            elif content.at is None:
-                content.floating = storage
-            else:
-                replace_content(content.storage(), storage)
+        with no_dispatch():  # where a rebuild begins outside of operators (``tolist``, hooks), its own are not the program's
+            for known_, storage in zip(recipe.makes, recipe.run(), strict=True):
+                content = known_()
+                if engine.resident[known_.number]:
+                    continue
+                if content is None:
+                    self._unread.append(known_)
+                elif content.at is None:
+                    content.floating = storage
+                else:
+                    replace_content(content.storage(), storage)
 
     def free(self, storage: int) -> None:
         """Let go of the bytes of a content."""

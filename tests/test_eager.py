@@ -566,6 +566,7 @@ def test_conjugate_and_negated_views_are_read_again_as_they_were() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch's own use of it
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:FutureWarning")  # torch loads its formulas with it
 def test_derivatives_forward_in_which_zeros_have_no_memory() -> None:
     x, weight = torch.randn(1000), torch.randn(1000)
 
@@ -610,6 +611,18 @@ def test_the_default_dtype_is_that_of_the_first_run() -> None:
         return [ones, half, torch.ones(500)]
 
     assert swept(step, x) > 5
+
+
+@pytest.mark.parametrize("read", [Tensor.tolist, Tensor.numpy])
+def test_a_rebuild_for_a_read_past_the_dispatcher_is_none_of_the_programs_ops(read: Callable[[Tensor], object]) -> None:
+    x = torch.randn(1000)
+    with budget(21_000, holding=x, heuristic="lru") as run:
+        y = x * 3
+        push(x)
+        read(y)
+        assert run.counters.recomputations == 1
+    assert torch.equal(y, x * 3)
+    assert [op.kind for op in run.graph.ops] == ["aten.mul.Tensor"] + ["aten.add.Tensor"] * 4
 
 
 def test_sizes_that_depend_on_data_are_counted() -> None:
@@ -758,7 +771,8 @@ def test_what_other_threads_do_is_no_matter_of_the_block() -> None:
 def test_what_a_failed_block_leaves_alive_takes_each_op_once_more() -> None:
     """Where what a rebuild has read goes at once, two numbers of each of which two are computed take ever longer."""
     x = torch.randn(1000)
-    with pytest.raises(Odd), budget(21_000, holding=x, heuristic="lru+reclaim", costs="modelled") as run:
+    budget_bytes = 21_000 if REPLACES_IN_PLACE else 25_000  # before torch 2.12 an op counts its largest output twice
+    with pytest.raises(Odd), budget(budget_bytes, holding=x, heuristic="lru+reclaim", costs="modelled") as run:
         older, newer = x + 1, x + 2
         for _ in range(40):
             older, newer = newer, (older + newer) / 2
