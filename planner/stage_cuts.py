@@ -145,7 +145,7 @@ class _Stage:
             frozenset(x for x in made & read if values[keep[x]] < 0.5),
         )
 
-    def _weight(self, v: int, wanted: Iterable[int]) -> int:
+    def _weight(self, v: int, wanted: Collection[int]) -> int:
         """Bytes that say how much a re-run matters: what it needs in memory, and what of that has to stay."""
         op = self.graph.ops[v]
         needs = sum(self.size[x] for x in {*op.inputs, *op.outputs} if x not in self.carried) + op.workspace_bytes
@@ -190,7 +190,7 @@ class _Stage:
             tuple(sorted(facts.once)),
             tuple(sorted(facts.absent)),
             _Jobs(self, facts).least_peak_bytes(),
-            frozenset(self.carried & touched),
+            frozenset(touched - self.carried),
         )
 
 

@@ -58,9 +58,8 @@ class StageCut:
     stays   ops that do not run again in the stage, so what they made is there until the last of ``runs`` that reads it
     once    of ``runs``: not twice
     absent  what these make that is not in memory when the stage begins
-    peak_bytes  the least peak of what is counted, over all orders in which ``runs`` can run for the last time: their inputs and
-                outputs and workspace, without resident values and those ``apart``
-    apart   inputs and outputs of ``runs`` that are not in it, as they stay in memory all the stage long or may do so
+    peak_bytes  the least peak of ``counted`` values and of workspace, over all orders in which ``runs`` can run for the last time
+    counted     their inputs and outputs, but for what stays in memory all the stage long, where the cut was found
     """
 
     w: int
@@ -70,7 +69,7 @@ class StageCut:
     once: tuple[int, ...]
     absent: tuple[int, ...]
     peak_bytes: int
-    apart: frozenset[int]
+    counted: frozenset[int]
 
 
 def with_end(graph: Graph) -> Graph:
@@ -204,7 +203,7 @@ def _cut(model: StageModel, w: int, cuts: Sequence[StageCut], budget_bytes: int,
     j = model.events.index(w) - 1
     keep, rerun, after = model.keep[j], model.rerun[j], model.keep[j + 1]
     reads = set(graph.ops[w].inputs)
-    stays = {}  # C, for those that the row of event w does not say all about
+    stays = {}  # C; where x is neither kept nor read at the end, it would be 0
     for x in keep:
         if x in after or x in reads:
             stays[x] = milp.fraction()
@@ -226,8 +225,7 @@ def _cut(model: StageModel, w: int, cuts: Sequence[StageCut], budget_bytes: int,
         if len(hold) + len(fail) > 1:
             all_hold = milp.fraction()
             milp.at_least(1.0 - len(hold), [all_hold, *fail], hold)
-        touched = {x for v in cut.runs for x in (*graph.ops[v].inputs, *graph.ops[v].outputs)} - cut.apart
-        terms = [(c, graph.values[x].size_bytes / unit_bytes) for x, c in stays.items() if x not in touched]
+        terms = [(c, graph.values[x].size_bytes / unit_bytes) for x, c in stays.items() if x not in cut.counted]
         milp.at_most((budget_bytes - graph.resident_bytes) / unit_bytes, [(all_hold, cut.peak_bytes / unit_bytes), *terms])
 
 

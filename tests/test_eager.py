@@ -843,15 +843,21 @@ def test_every_heuristic_runs(heuristic: str) -> None:
     assert same(found.answer(run), found.want)
 
 
-@pytest.mark.parametrize("heuristic", HEURISTICS)
-def test_a_chain_runs_at_two_thirds_whatever_the_rule(heuristic: str) -> None:
-    """Where each gradient to be rebuilt wants an activation, ops that wait have to let go of theirs."""
+def chain_without_a_budget() -> tuple[nn.Module, Tensor, EagerRun, list[Tensor | None]]:
+    """Six layers, an input, a step that was only recorded, and its gradients."""
     torch.manual_seed(0)
     model, x = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(8, 8), nn.Tanh()))), torch.randn(64, 8)
     with budget(None, holding=(model, x)) as plain:
         model(x).sum().backward()
     want = [parameter.grad for parameter in model.parameters()]
     model.zero_grad()
+    return model, x, plain, want
+
+
+@pytest.mark.parametrize("heuristic", HEURISTICS)
+def test_a_chain_runs_at_two_thirds_whatever_the_rule(heuristic: str) -> None:
+    """Where each gradient to be rebuilt wants an activation, ops that wait have to let go of theirs."""
+    model, x, plain, want = chain_without_a_budget()
     with budget(plain.peak_bytes * 2 // 3, holding=(model, x), heuristic=heuristic, costs="modelled", thrash_limit=100) as run:
         model(x).sum().backward()
     assert run.counters.evictions > 0 and run.peak_bytes <= plain.peak_bytes * 2 // 3
@@ -888,12 +894,7 @@ def test_it_is_found_where_it_belongs() -> None:
 
 
 def test_the_compiler_stays_out_of_a_block() -> None:
-    torch.manual_seed(0)
-    model, x = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(8, 8), nn.Tanh()))), torch.randn(64, 8)
-    with budget(None, holding=(model, x)) as plain:
-        model(x).sum().backward()
-    want = [parameter.grad for parameter in model.parameters()]
-    model.zero_grad()
+    model, x, plain, want = chain_without_a_budget()
     compiled = torch.compile(model.forward, backend="eager")
     with budget(int(0.85 * plain.peak_bytes), holding=(model, x)) as run:
         compiled(x).sum().backward()
