@@ -414,7 +414,7 @@ class Engine:
                 missing, at = self._queue(op, first), 0
 
     def _yield(self, pending: list[_Waiting], yielded: set[int]) -> bool:
-        """Let an op that waits let go of what it holds: the one that waits longest of those that hold anything; whether one did.
+        """Let an op that waits let go of what it holds: the longest waiting of those that hold what can go; whether one did.
 
         It gathers its inputs anew when its turn comes, and does not yield again: so two inputs that do not fit together are not
         rebuilt in turns for ever.
@@ -423,7 +423,7 @@ class Engine:
             held = list(self._reads[op])
             for t in missing[at:]:
                 held.remove(self._storage[t])
-            if held and depth not in yielded:
+            if depth not in yielded and not all(self._pinned[s] for s in held):
                 for s in held:
                     self._unlock(s)
                 pending[depth] = op, wanted, first, [], _YIELDED
