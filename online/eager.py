@@ -43,7 +43,7 @@ from graphs.torch_private import (
     replace_content,
     tree_leaves,
 )
-from online.engine import Counters, OutOfMemory, Release, Thrashed
+from online.engine import Counters, Option, OutOfMemory, Release, Thrashed
 from online.growing import GrowingEngine
 from online.pauses import old_objects_left_alone
 from online.recipes import (
@@ -83,7 +83,7 @@ _UNDER_WAY: list[EagerRun] = []  # the run that is under way, if one is
 def budget(
     budget: int | str | None,
     *,
-    heuristic: str = "dtr_eq",
+    heuristic: str = "dtr_eq+counted",
     holding: Holding = (),
     costs: str | None = None,
     thrash_limit: float = 10.0,
@@ -94,7 +94,8 @@ def budget(
     budget     bytes (int, "6GiB"); None: unlimited, the run is only recorded. It covers what the block reads and makes:
                parameters and buffers of every module it calls from the first call of that module, tensors made before
                (inputs) from their first use, and everything made inside, gradients and optimizer state among it
-    heuristic  a name of ``online.HEURISTICS``; "+reclaim" behind it evicts what only a rebuild needed as soon as it is done
+    heuristic  a name of ``online.HEURISTICS``; "+counted" behind it evicts what only a rebuild needed as soon as the rebuild has
+               read it for the last time, "+reclaim" as soon as it has read it
     holding    what to count from the start, as it is in memory then: modules, optimizers (their state), tensors, containers
                of these
     costs      "measured": an op costs what its first run takes by the clock (the default on the CPU); "modelled": what the
@@ -112,8 +113,8 @@ def budget(
     libraries keep for good (cuBLAS) is not in the budget.
     """
     heuristic, *extras = heuristic.split("+")
-    if extras not in ([], ["reclaim"]):
-        raise InputError(f"nothing but +reclaim can stand behind a heuristic here, not {'+'.join(extras)!r}")
+    if extras not in ([], ["reclaim"], ["counted"]):
+        raise InputError(f"nothing but one of +reclaim and +counted can stand behind a heuristic here, not {'+'.join(extras)!r}")
     evict = rule(heuristic)
     if isinstance(budget, float) or (isinstance(budget, str) and resolve_budget(budget, 0) == 0):
         raise InputError(f"budget {budget!r}: give bytes (6442450944 or '6GiB'); what a share is of is not known beforehand")
@@ -122,8 +123,9 @@ def budget(
     if not thrash_limit >= 1:
         raise InputError(f"thrash_limit must be at least 1 (no recomputation at all), not {thrash_limit!r}")
     budget_bytes = None if budget is None else resolve_budget(budget, 0)
-    engine = GrowingEngine(budget_bytes, evict, thrash_limit=thrash_limit, seed=seed, reclaim=bool(extras))
-    return EagerRun(engine, budget_bytes, heuristic, seed, holding, costs)
+    reclaim, options = extras == ["reclaim"], frozenset([Option.COUNTED] if extras == ["counted"] else ())
+    engine = GrowingEngine(budget_bytes, evict, thrash_limit=thrash_limit, seed=seed, reclaim=reclaim, options=options)
+    return EagerRun(engine, budget_bytes, heuristic, seed, holding, costs, reclaim=reclaim, options=options)
 
 
 class _Surprise(Exception):
@@ -160,13 +162,22 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
     """
 
     def __init__(
-        self, engine: GrowingEngine, budget_bytes: int | None, heuristic: str, seed: int, holding: Holding, costs: str | None
+        self,
+        engine: GrowingEngine,
+        budget_bytes: int | None,
+        heuristic: str,
+        seed: int,
+        holding: Holding,
+        costs: str | None,
+        *,
+        reclaim: bool,
+        options: frozenset[Option],
     ) -> None:
         self.budget_bytes = budget_bytes
         self.heuristic = heuristic
         self.seed = seed
         self._engine = engine
-        self._reclaims = engine.reclaim
+        self._reclaim, self._options = reclaim, options
         self._holding = holding
         self._costs = costs
         self._model = CostModel()
@@ -269,7 +280,7 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
             limit,
             self.heuristic,
             Release.EAGER,
-            self._reclaims,
+            self._reclaim,
             self.seed,
             status,
             tuple(to_json(schedule)),
@@ -277,6 +288,7 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
             self._engine.counters,
             self._failure,
             self._wall_s,
+            options=self._options,
         )
 
     # Every operator call

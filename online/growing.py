@@ -6,6 +6,7 @@ Nothing makes views here, so a tensor and its storage have the same number.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 
 from online.engine import Engine, Option
 from online.heuristics import Heuristic
@@ -16,6 +17,10 @@ _BLOCK = 256  # storages whose entries are made together
 class GrowingEngine(Engine):
     """An ``Engine`` to which storages and ops are added while it runs, and whose waiting ops yield (``Option.YIELD``).
 
+    An op must not read a storage that the program has dropped. So first runs leave nothing to reclaim, and run at once where
+    they can, whatever happens to what a rebuild has read.
+
+    options       further ones
     kept          storages that stay in memory until the program drops them
     thrash_limit  stop when all runs take this many times what the first runs took until then
     """
@@ -23,9 +28,17 @@ class GrowingEngine(Engine):
     __slots__ = ("_declared", "_held", "kept", "thrash_limit")
 
     def __init__(
-        self, budget_bytes: int | None, heuristic: Heuristic, *, thrash_limit: float, seed: int = 0, reclaim: bool = False
+        self,
+        budget_bytes: int | None,
+        heuristic: Heuristic,
+        *,
+        thrash_limit: float,
+        seed: int = 0,
+        reclaim: bool = False,
+        options: Collection[Option] = (),
     ) -> None:
-        super().__init__(budget_bytes, heuristic, seed=seed, reclaim=reclaim, options=(Option.YIELD,))
+        super().__init__(budget_bytes, heuristic, seed=seed, reclaim=reclaim, options=(Option.YIELD, *options))
+        self._at_once = True
         self._lazy = False  # what the program drops is gone with its bytes, whatever the rule
         self.kept: set[int] = set()
         self._held: Counter[int] = Counter()

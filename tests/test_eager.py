@@ -282,7 +282,8 @@ def test_unlimited_is_plain_pytorch_and_its_peak(name: str) -> None:
 
 
 EXACT = pytest.mark.skipif(not REPLACES_IN_PLACE, reason="before torch 2.12 an op counts its largest output twice")
-RULES = [(name, rule) for name in CASES for rule in ("dtr_eq", "dtr_eq+reclaim")] + [("cnn", "dtr"), ("mixed", "lru")]
+RULES = [(name, rule) for name in CASES for rule in ("dtr_eq+counted", "dtr_eq", "dtr_eq+reclaim")]
+RULES += [("cnn", "dtr"), ("mixed", "lru"), ("lstm", "demand+counted")]
 
 
 @pytest.mark.parametrize(("name", "heuristic"), RULES)
@@ -355,7 +356,7 @@ def test_what_was_kept_and_then_dropped_can_be_evicted_and_rebuilt() -> None:
         step()
     recomputations = 0
     for budget_bytes in range(int(0.55 * free.peak_bytes), free.peak_bytes, 150):
-        for heuristic in ("lru+reclaim", "dtr_eq"):
+        for heuristic in ("lru+reclaim", "dtr_eq+counted", "dtr_eq"):
             with contextlib.suppress(BudgetExceeded, NoScheduleFound):
                 with budget(budget_bytes, holding=x, costs="modelled", heuristic=heuristic) as run:
                     got = step()
@@ -379,7 +380,7 @@ def test_a_run_is_compared_like_any_other() -> None:
     found.answer(run)
     record = run.record()
     row = record.row()
-    assert row["method"] == "online:dtr_eq" and row["peak_bytes"] == run.peak_bytes <= row["budget_bytes"]
+    assert row["method"] == "online:dtr_eq+counted" and row["peak_bytes"] == run.peak_bytes <= row["budget_bytes"]
     assert record.overhead is not None and record.overhead > 0
     kinds = {op.kind for op in run.graph.ops}
     assert {"aten.convolution.default", "aten.native_batch_norm.default", "aten.bernoulli_.float"} <= kinds
@@ -507,7 +508,7 @@ def swept(step: Callable[[], list[Tensor]], holding: Any, least: float = 0.4) ->
     with budget(None, holding=holding) as free:
         assert same(step(), want)
     for budget_bytes in range(int(least * free.peak_bytes), free.peak_bytes + 1, max(1, free.peak_bytes // 50)):
-        for heuristic in ("lru", "dtr_eq+reclaim", "demand"):
+        for heuristic in ("lru", "dtr_eq+reclaim", "dtr_eq+counted", "demand"):
             with contextlib.suppress(BudgetExceeded, NoScheduleFound):
                 with budget(budget_bytes, holding=holding, costs="modelled", heuristic=heuristic) as run:
                     got = step()
@@ -768,11 +769,12 @@ def test_what_other_threads_do_is_no_matter_of_the_block() -> None:
     assert y[0] == 1
 
 
-def test_what_a_failed_block_leaves_alive_takes_each_op_once_more() -> None:
+@pytest.mark.parametrize("heuristic", ["lru+reclaim", "lru+counted"])
+def test_what_a_failed_block_leaves_alive_takes_each_op_once_more(heuristic: str) -> None:
     """Where what a rebuild has read goes at once, two numbers of each of which two are computed take ever longer."""
     x = torch.randn(1000)
     budget_bytes = 21_000 if REPLACES_IN_PLACE else 25_000  # before torch 2.12 an op counts its largest output twice
-    with pytest.raises(Odd), budget(budget_bytes, holding=x, heuristic="lru+reclaim", costs="modelled") as run:
+    with pytest.raises(Odd), budget(budget_bytes, holding=x, heuristic=heuristic, costs="modelled") as run:
         older, newer = x + 1, x + 2
         for _ in range(40):
             older, newer = newer, (older + newer) / 2
@@ -864,11 +866,47 @@ def test_a_chain_runs_at_two_thirds_whatever_the_rule(heuristic: str) -> None:
     assert all(torch.equal(a, b.grad) for a, b in zip(want, model.parameters(), strict=True))  # type: ignore[arg-type]
 
 
+def test_the_default_lets_go_of_what_only_a_rebuild_needed() -> None:
+    """Left in memory, it takes the place of what the backward pass of a chain is about to read."""
+    torch.manual_seed(0)
+    layers = (layer for _ in range(40) for layer in (nn.Linear(16, 16), nn.Tanh()))
+    model, x = nn.Sequential(*layers), torch.randn(512, 16)
+    with budget(None, holding=(model, x)) as plain:
+        model(x).sum().backward()
+    found = {}
+    for options in ({}, {"heuristic": "dtr_eq+counted"}, {"heuristic": "dtr_eq"}):
+        model.zero_grad()
+        with budget(plain.peak_bytes * 2 // 5, holding=(model, x), costs="modelled", **options) as run:  # type: ignore[arg-type]
+            model(x).sum().backward()
+        found[options.get("heuristic")] = run.counters.recomputations
+        assert run.record().rule == options.get("heuristic", "dtr_eq+counted")
+    assert 0 < found[None] == found["dtr_eq+counted"] < 80 < 1.5 * found[None] < found["dtr_eq"]
+
+
+def test_what_a_rebuild_reads_twice_is_rebuilt_once() -> None:
+    """Two numbers of each of which two are computed: let go of after each read, they take ever longer."""
+    x = torch.randn(1000)
+    with budget(65_000, holding=x, costs="modelled", thrash_limit=100) as run:
+        older, newer = x + 1, x + 2
+        for _ in range(200):
+            older, newer = newer, (older + newer) / 2
+        all_there_is = torch.ones(60_000 // (4 if REPLACES_IN_PLACE else 8))  # before torch 2.12 an op counts its output twice
+        del all_there_is
+        before = run.counters.recomputations
+        got = newer.sum()
+        assert 2 + 2 * 200 - 1 <= run.counters.recomputations - before <= 2 + 2 * 200
+    a, b = x + 1, x + 2
+    for _ in range(200):
+        a, b = b, (a + b) / 2
+    assert torch.equal(a, older) and torch.equal(b, newer) and torch.equal(b.sum(), got)
+
+
 def test_wrong_uses_are_said() -> None:
     with pytest.raises(InputError, match="unknown heuristic"):
         budget("1GiB", heuristic="best")
-    with pytest.raises(InputError, match="reclaim"):
-        budget("1GiB", heuristic="dtr+ignore")
+    for extras in ("ignore", "reclaim+counted", "counted+counted", "yield", ""):
+        with pytest.raises(InputError, match=r"\+reclaim and \+counted"):
+            budget("1GiB", heuristic=f"dtr+{extras}")
     for share in (0.5, "0.5"):
         with pytest.raises(InputError, match="give bytes"):
             budget(share)  # type: ignore[arg-type]

@@ -6,7 +6,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from online.engine import Engine, Option, OutOfMemory
@@ -15,15 +15,19 @@ from online.heuristics import HEURISTICS
 
 
 @pytest.mark.parametrize("heuristic", ["dtr", "dtr_eq", "lru", "demand"])
-@pytest.mark.parametrize("reclaim", [False, True])
+@pytest.mark.parametrize("extra", ["", "reclaim", "counted"])
 @given(seed=st.integers(0, 2**32))
+@example(seed=8)  # in this one and the next two an op waits and holds nothing but what never goes
+@example(seed=22)
+@example(seed=108)
 @settings(max_examples=30)
-def test_it_decides_as_the_engine_does(heuristic: str, reclaim: bool, seed: int) -> None:
+def test_it_decides_as_the_engine_does(heuristic: str, extra: str, seed: int) -> None:
     draw = random.Random(seed)
     budget_bytes = draw.randint(6, 60)
-    plain = Engine(budget_bytes, HEURISTICS[heuristic], reclaim=reclaim, options=(Option.YIELD,))
+    reclaim, options = extra == "reclaim", [Option.COUNTED] if extra == "counted" else []
+    plain = Engine(budget_bytes, HEURISTICS[heuristic], reclaim=reclaim, options=[Option.YIELD, *options])
     plain._lazy = False
-    grown = GrowingEngine(budget_bytes, HEURISTICS[heuristic], thrash_limit=float("inf"), reclaim=reclaim)
+    grown = GrowingEngine(budget_bytes, HEURISTICS[heuristic], thrash_limit=float("inf"), reclaim=reclaim, options=options)
     held = plain.add_storage(3, pinned=True)
     plain.preload(held)
     assert grown.holds(3) == held
@@ -60,7 +64,7 @@ def test_it_decides_as_the_engine_does(heuristic: str, reclaim: bool, seed: int)
         assert grown.steps == plain.steps
         assert (grown.used_bytes, grown.peak_bytes, grown.clock) == (plain.used_bytes, plain.peak_bytes, plain.clock)
         assert replace(grown.counters, search_s=0.0) == replace(plain.counters, search_s=0.0)
-    assert at_once or reclaim
+    assert at_once
 
 
 def test_recomputation_is_limited_by_what_first_runs_took() -> None:
