@@ -45,6 +45,7 @@ from graphs.torch_private import (
 )
 from online.engine import Counters, Option, OutOfMemory, Release, Thrashed
 from online.growing import GrowingEngine
+from online.heuristics import HEURISTICS
 from online.pauses import old_objects_left_alone
 from online.recipes import (
     BOUNDS,
@@ -95,7 +96,8 @@ def budget(
                parameters and buffers of every module it calls from the first call of that module, tensors made before
                (inputs) from their first use, and everything made inside, gradients and optimizer state among it
     heuristic  a name of ``online.HEURISTICS``; "+counted" behind it evicts what only a rebuild needed as soon as the rebuild has
-               read it for the last time, "+reclaim" as soon as it has read it
+               read it for the last time, "+reclaim" as soon as it has read it. "demand+counted" often recomputes less than the
+               default where memory is tight, and takes longer to decide
     holding    what to count from the start, as it is in memory then: modules, optimizers (their state), tensors, containers
                of these
     costs      "measured": an op costs what its first run takes by the clock (the default on the CPU); "modelled": what the
@@ -112,6 +114,8 @@ def budget(
     data; a RuntimeWarning at the end of the block names the op then. ``peak_bytes`` counts the workspace, the first one too. What
     libraries keep for good (cuBLAS) is not in the budget.
     """
+    if not isinstance(heuristic, str):
+        raise InputError(f"heuristic must be a name ({', '.join(HEURISTICS)}), not {heuristic!r}")
     heuristic, *extras = heuristic.split("+")
     if extras not in ([], ["reclaim"], ["counted"]):
         raise InputError(f"nothing but one of +reclaim and +counted can stand behind a heuristic here, not {'+'.join(extras)!r}")

@@ -904,6 +904,8 @@ def test_what_a_rebuild_reads_twice_is_rebuilt_once() -> None:
 def test_wrong_uses_are_said() -> None:
     with pytest.raises(InputError, match="unknown heuristic"):
         budget("1GiB", heuristic="best")
+    with pytest.raises(InputError, match="must be a name"):
+        budget("1GiB", heuristic=HEURISTICS["lru"])  # type: ignore[arg-type]
     for extras in ("ignore", "reclaim+counted", "counted+counted", "yield", ""):
         with pytest.raises(InputError, match=r"\+reclaim and \+counted"):
             budget("1GiB", heuristic=f"dtr+{extras}")
