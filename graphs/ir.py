@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from graphs.errors import InvalidGraph
@@ -107,6 +107,10 @@ class Graph:
         spaces = [op.workspace_bytes for op in self.ops] if workspace_bytes is None else list(workspace_bytes)
         ops = (replace(op, time_ns=t, workspace_bytes=w) for op, t, w in zip(self.ops, times, spaces, strict=True))
         return replace(self, ops=tuple(ops))
+
+    def in_order(self, order: Sequence[int]) -> Graph:
+        """The same graph with its ops in another order: op ``order[i]`` becomes op i. Values keep their numbers."""
+        return replace(self, ops=tuple(self.ops[v] for v in order))
 
 
 def _check(graph: Graph) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:

@@ -31,11 +31,16 @@ from planner.schedule import with_frees
 
 CHUNK = 5_000  # moves between two looks at the clock
 LOOKS = 20  # a round at the result
-# Rounds: share of the moves; temperature at the beginning and the end, in mean times of an op; price at the beginning and the
-# end, in mean times of an op for a run that takes twice the budget.
+# Share of the moves; temperature at the beginning and the end, in mean times of an op; price at the beginning and the end, in
+# mean times of an op for a run that takes twice the budget.
+Round = tuple[float, float, float, float, float]
 _HOT = (0.25, 3.0, 0.02, 5.0, 500.0)
 ROUNDS = (_HOT, _HOT, _HOT, (0.25, 0.5, 0.005, 30.0, 500.0))
+# One of these at a time is for going on from a sequence that is good already: no temperature is right for all graphs.
+COOLER = tuple((1.0, hot, 0.005, price, 500.0) for price in (30.0, 10.0, 60.0) for hot in (3.0, 1.0, 0.3, 0.1))
+MEND = tuple((1.0, hot, 0.005, 30.0, 500.0) for hot in (0.3, 1.0, 0.1))  # and for one that holds too much
 MISSED = (5.0, 0.02, 100.0, 1_000.0)  # temperatures and prices of a round after one that found nothing
+LAST: Round = (0.1, 0.05, 0.005, 500.0, 10_000.0)  # where nothing fits after all of them, as often as not by little
 SPREAD = 4  # slots per op after spreading
 SPARE = 6  # runs of an op that can be added before ops are spread anew
 FULL = 0.6  # share of occupied slots at which they are
@@ -195,20 +200,27 @@ def useful(graph: Graph, ops: Sequence[int]) -> list[int]:
     return kept[::-1]
 
 
-def anneal(search: Incumbent, annealer: Annealer, moves: int) -> None:
-    """Rounds of annealing, each from the best sequence so far, until the search is done; the best is offered at the end."""
+def anneal(search: Incumbent, annealer: Annealer, moves: int, rounds: Sequence[Round] = ROUNDS) -> None:
+    """Rounds of annealing, each from the best sequence so far, until the search is done; the best is offered at the end.
+
+    moves  in all, and a tenth more where nothing fits after them
+    """
     tried = 0
+    total = sum(share for share, *_ in (*rounds, LAST))
     try:
-        for number, (share, *falling) in enumerate(ROUNDS, start=1):
-            if number > 1 and annealer.best is None:
-                falling = list(MISSED)
-            elif annealer.best is not None:
+        for number, (share, *falling) in enumerate((*rounds, LAST), start=1):
+            is_last = number > len(rounds)
+            if annealer.best is not None:
+                if is_last:
+                    break
                 annealer.spread(annealer.best)
+            elif number > 1 and not is_last:
+                falling = list(MISSED)
             hot, cold, price, dear = falling
             done, looked = 0.0, 0.0  # of this round
             before = 0
             round_began = time.perf_counter()
-            round_s, round_moves = share * search.time_limit_s, max(CHUNK, int(share * moves))
+            round_s, round_moves = share / total * search.time_limit_s, max(CHUNK, int(share * moves))
             while done < 1:
                 before += CHUNK
                 clock_share = (time.perf_counter() - round_began) / round_s if round_s else 1.0

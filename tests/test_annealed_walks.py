@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import pytest
 
@@ -10,7 +11,7 @@ from graphs import Graph
 from graphs.synthetic import random_layered
 from planner import annealed_walks, keep_all, simulate
 from planner.annealed_walks import AnnealedWalks
-from planner.annealing import Annealer
+from planner.annealing import Annealer, Round
 from planner.incumbent import Incumbent
 from planner.schedule import in_graph_order, with_frees
 from planner.walk_search import WalkSearch
@@ -88,8 +89,8 @@ def test_an_interruption_keeps_what_was_found(monkeypatch: pytest.MonkeyPatch) -
     walks = AnnealedWalks(graph, budget_bytes, seed=0)
     whole = annealed_walks.anneal
 
-    def until_ctrl_c(found: Incumbent, annealer: Annealer, moves: int) -> None:
-        whole(found, annealer, moves)
+    def until_ctrl_c(found: Incumbent, annealer: Annealer, moves: int, rounds: Sequence[Round]) -> None:
+        whole(found, annealer, moves, rounds)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(annealed_walks, "anneal", until_ctrl_c)

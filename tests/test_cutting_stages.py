@@ -323,7 +323,7 @@ def test_a_better_order_is_measured_against_what_holds_for_all_orders() -> None:
     graph = random_layered("RL1", seed=0)
     budget_bytes = int(0.7 * simulate(graph, keep_all(graph)).peak_bytes)
     reordered = solve(graph, budget_bytes, method="annealing", time_limit_s=5).schedule
-    found = solve(graph, budget_bytes, time_limit_s=10, start=reordered)
+    found = solve(graph, budget_bytes, time_limit_s=4, start=reordered)
     assert found.schedule is not None and found.time_ns is not None and found.bound_ns is not None
     assert found.notes["order_bound_ns"] >= 0.99 * found.time_ns
     assert found.time_ns > found.bound_ns == graph.keep_all_time_ns
@@ -342,6 +342,42 @@ def test_any_order_is_cheaper_where_the_given_one_is_poor() -> None:
     assert free.bound_ns == graph.keep_all_time_ns
     assert "order" in free.notes
     assert simulate(graph, free.schedule).peak_bytes <= budget_bytes
+
+
+def test_what_has_another_order_is_solved_in_that_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cutting_stages, "COOLER_MOVES", 200_000)
+    graph = random_layered("RL1", seed=8)
+    budget_bytes = int(0.7 * simulate(graph, keep_all(graph)).peak_bytes)
+    annealed = solve(graph, budget_bytes, method="annealing", moves=300_000, time_limit_s=20, seed=1)
+    found = solve(graph, budget_bytes, gap=0.02, time_limit_s=20, start=annealed.schedule)
+    assert found.schedule is not None and found.time_ns is not None and annealed.time_ns is not None
+    order = list(dict.fromkeys(computes(found.schedule)))
+    assert order != list(range(len(graph.ops))) and found.bound_ns == graph.keep_all_time_ns
+    assert simulate(graph, found.schedule).peak_bytes <= budget_bytes
+    # Its own order is solved within the gap; the same graph numbered so has that bound too.
+    assert found.restricted_bound_ns is not None
+    assert graph.keep_all_time_ns < found.restricted_bound_ns <= found.time_ns < annealed.time_ns
+    assert found.time_ns - found.restricted_bound_ns <= 0.02 * found.time_ns
+    renumbered = solve(graph.in_order(order), budget_bytes, gap=0.0, time_limit_s=3)
+    assert renumbered.time_ns is None or renumbered.time_ns >= found.restricted_bound_ns
+
+
+def test_interrupted_in_another_order_it_keeps_what_was_found_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = random_layered("RL1", seed=8)
+    budget_bytes = int(0.7 * simulate(graph, keep_all(graph)).peak_bytes)
+    annealed = solve(graph, budget_bytes, method="annealing", moves=300_000, time_limit_s=20, seed=1)
+    assert annealed.schedule is not None and annealed.time_ns is not None
+    whole = cutting_stages._run
+
+    def interrupted_there(search: Any, start: Any) -> None:
+        whole(search, start)
+        if search.graph != graph:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(cutting_stages, "_run", interrupted_there)
+    found = solve(graph, budget_bytes, gap=0.02, time_limit_s=20, start=annealed.schedule)
+    assert found.time_ns is not None and found.time_ns < annealed.time_ns
+    assert found.notes["stopped"] == "interrupted" and found.notes["found_by"].endswith("in another order")
 
 
 def test_blocks_in_another_order_count_where_nothing_else_is_known(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,14 +20,14 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 from graphs.ir import Graph
-from planner.annealing import Annealer, anneal
+from planner.annealing import COOLER, ROUNDS, Annealer, Round, anneal
 from planner.block_chain import block_schedule, is_chain
 from planner.incumbent import Incumbent
 from planner.loading import annealed_walks, undisturbed, walk_search
 from planner.milp import Answer, Outcome
 from planner.pebbling import least_peak
 from planner.result import Plan
-from planner.schedule import Schedule, computes, in_graph_order, keep_all, put_in_graph_order, with_frees
+from planner.schedule import Compute, Schedule, computes, in_graph_order, keep_all, put_in_graph_order, with_frees
 from planner.simulate import simulate
 from planner.stage_cuts import fitting_walk, missing, next_first_runs
 from planner.stage_model import StageCut, StageModel, stage_model, walk, with_end
@@ -41,6 +41,7 @@ NEW_PER_ROUND = 2  # events added a round at most, fewer by one for each cut
 # Ops that list walks run while a MILP is solved: about what it takes as long as, which grows with its variables, faster than they
 # do (without a backward pass much faster), but at first (easy budgets) and at most (hard ones) so many:
 WORK, WORK_VARIABLES, FIRST_WORK, MORE_WORK, MOST_WORK = 100_000, 1_000, 400_000, 4, 25_000_000
+ANNEALED = 2  # times as much, up to as many times the most, where most of it is annealing's
 BEYOND_WORK = 2_000_000  # between two looks at the clock where a MILP takes longer
 # Blocks are tried after so many rounds, or at once where nothing fits so far, for this share of the time that is left.
 BLOCKS_ROUND, BLOCKS_SHARE, FINE_GRID, BLOCKS_WORK = 3, 0.15, {"peaks": 6, "saves": 12}, 4_000_000
@@ -48,6 +49,7 @@ PEBBLE_STATES, PEBBLE_SHARE = 20_000, 0.15  # sets of values to visit, share of 
 # Annealing, of the time that is left at most. It is for graphs without a backward pass, on which list walks do poorly, for
 # budgets where nothing fits so far, and where any order will do.
 ANNEAL_SHARE, ANNEAL_MOVES = 0.4, 8_000_000
+COOLER_MOVES = 2_000_000  # from the best schedule, at one temperature
 WALKS_SHARE = 0.2  # of the time left, for their first list walks
 LAST_S = 0.5  # for list walks where there was no time to look for anything
 IDLE_ROUNDS = 4  # stop after as many searches in a row that found nothing
@@ -82,14 +84,15 @@ def solve(
     progress      called as ``progress(time_ns=..., bound_ns=..., phase=...)`` where one of them changed (None: not known)
 
     The status is INFEASIBLE only where no schedule in any order fits; where none with this order does, it is UNKNOWN and
-    ``notes["stopped"]`` says so. A schedule in another order has the keep-all time as its bound; ``notes["order_bound_ns"]`` has
-    what is proved about the graph's own.
+    ``notes["stopped"]`` says so. A schedule in another order has the keep-all time as its bound; ``restricted_bound_ns`` is then
+    what is proved about its own order, and ``notes["order_bound_ns"]`` what is about the graph's.
     Unless the time limit struck (``notes["stopped"]``, or ``notes["cut_short"]`` for a part of the search), the same arguments
     give the same plan.
     """
     search = _Search(graph, budget_bytes, gap, time_limit_s, progress, seed=seed, any_order=any_order)
     try:
         _run(search, start)
+        _go_on(search)
     except KeyboardInterrupt:
         search.notes["stopped"] = "interrupted"
         if search.begun:
@@ -104,6 +107,8 @@ def solve(
         else:  # what holds for all orders is the keep-all time
             search.notes["order"] = "first executions are not in graph order"
             search.notes["order_bound_ns"], bound_ns = bound_ns, graph.keep_all_time_ns
+        if search.order_of_best != search.solved_order:
+            search.restricted_bound_ns = None
     return search.plan(METHOD, seed=seed, bound_ns=bound_ns)
 
 
@@ -117,12 +122,39 @@ def _run(search: _Search, start: Schedule | None) -> None:
     if start is not None:
         search.offer(start, "start")
     if search.any_order and not search.done():
-        _anneal(search, keep_order=False)
+        _anneal(search, range(len(search.graph.ops)))
     if search.done():
         return
     tightest = next_first_runs(graph, whole)[simulate(graph, whole).peak_step]
     if _rounds(search, tightest):
         _search_on(search)
+
+
+def _go_on(search: _Search) -> None:
+    """Where the best schedule has another order of first executions: solve for that one, and look for a better one from there."""
+    while search.best is not None and search.order_of_best != search.solved_order and not search.exhausted():
+        _solve_in(search, search.order_of_best)
+        for number, round_ in enumerate(COOLER, start=1):
+            if not search.exhausted():
+                _anneal(search, list(computes(search.best)), COOLER_MOVES, (round_,), seed=search.seed + number)
+
+
+def _solve_in(search: _Search, order: list[int]) -> None:
+    """Solve for the order of first executions that the best schedule has."""
+    assert search.best is not None
+    number = {v: i for i, v in enumerate(order)}
+    start = tuple(Compute(number[step.op]) if isinstance(step, Compute) else step for step in search.best)
+    graph = search.graph.in_order(order)
+    inner = _Search(graph, search.budget_bytes, search.gap, search.left_s, search.progress, seed=search.seed)
+    try:
+        _run(inner, start)
+    finally:
+        search.solved_order, search.restricted_bound_ns = order, min(inner.bound_ns, inner.time_ns or inner.bound_ns)
+        if inner.best is not None:
+            best = tuple(Compute(order[step.op]) if isinstance(step, Compute) else step for step in inner.best)
+            search.offer(best, f"{inner.notes['found_by']}, in another order")
+        search.tell_cut_short("cut_short" in inner.notes)
+        search.notes.update({key: inner.notes[key] for key in ("events", "cuts", "rounds", "stopped") if key in inner.notes})
 
 
 def _rounds(search: _Search, tightest: int) -> bool:
@@ -141,8 +173,11 @@ def _rounds(search: _Search, tightest: int) -> bool:
             coarse = SAT_COARSE if _for_sat(model) else COARSE
             tolerance_ns = max(finest_ns, coarse * search.distance_ns * 0.1**refined)
         work = 0 if round_ == 1 else min(FIRST_WORK * MORE_WORK ** (round_ - 2), MOST_WORK)
+        usual = int(WORK * (len(model.milp.cost) / WORK_VARIABLES) ** 2)
         if search.trained:
-            work = min(work, int(WORK * (len(model.milp.cost) / WORK_VARIABLES) ** 2))
+            work = min(work, usual)
+        elif work:
+            work = max(work, ANNEALED * min(usual, MOST_WORK))
         answer = _minimise(search, model, tolerance_ns, aim, sequence, work)
         search.notes.update(events=len(events), cuts=len(cuts), rounds=round_)
         if answer.outcome is Outcome.INFEASIBLE:
@@ -185,7 +220,7 @@ def _rounds(search: _Search, tightest: int) -> bool:
 def _first_schedules(search: _Search, guide: Callable[[float], None] | None) -> bool:
     """Look for schedules that fit by all means but MILPs; False where it turns out that there are none."""
     if not search.trained and not search.done():
-        _anneal(search, keep_order=True)
+        _anneal(search, range(len(search.graph.ops)), keep_order=True)
     until = search.deadline if search.trained else time.perf_counter() + WALKS_SHARE * search.left_s
     search.begin_walks(until)
     if search.best is not None:
@@ -198,7 +233,7 @@ def _first_schedules(search: _Search, guide: Callable[[float], None] | None) -> 
     if search.time_ns is None:
         _blocks(search)
     if search.time_ns is None and not search.done():
-        _anneal(search, keep_order=False)
+        _anneal(search, range(len(search.graph.ops)))
     return True
 
 
@@ -238,13 +273,21 @@ def _pebble(search: _Search) -> bool:
     return True
 
 
-def _anneal(search: _Search, *, keep_order: bool) -> None:
-    """Let annealing find something (cheaper) that fits, in the graph's order of first executions or in any."""
+def _anneal(
+    search: _Search,
+    runs: Sequence[int],
+    moves: int = ANNEAL_MOVES,
+    rounds: Sequence[Round] = ROUNDS,
+    *,
+    keep_order: bool = False,
+    seed: int | None = None,
+) -> None:
+    """Let annealing find something (cheaper) that fits, in the graph's order of first executions or in any, from ``runs`` on."""
     graph = search.graph
-    annealer = Annealer(graph, range(len(graph.ops)), search.budget_bytes, search.seed, keep_order=keep_order)
+    annealer = Annealer(graph, runs, search.budget_bytes, search.seed if seed is None else seed, keep_order=keep_order)
     found = Incumbent(graph, search.budget_bytes, search.gap, ANNEAL_SHARE * search.left_s)
     try:
-        anneal(found, annealer, ANNEAL_MOVES)
+        anneal(found, annealer, moves, rounds)
     finally:
         search.tell_cut_short("cut_short" in found.notes)
         if found.best is not None:
@@ -343,6 +386,11 @@ class _Search(Incumbent):
     any_order: bool = False
     begun: bool = field(default=False, init=False)
     chained: bool = field(default=False, init=False)
+    solved_order: list[int] = field(init=False)  # that of the graph, or the one that ``restricted_bound_ns`` holds for
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.solved_order = list(range(len(self.graph.ops)))
 
     @cached_property
     def walks(self) -> WalkSearch:
@@ -365,6 +413,19 @@ class _Search(Incumbent):
     @property
     def left_s(self) -> float:
         return max(0.01, self.deadline - time.perf_counter())
+
+    @property
+    def order_of_best(self) -> list[int]:
+        """First executions of the best schedule."""
+        return [] if self.best is None else list(dict.fromkeys(computes(self.best)))
+
+    def exhausted(self) -> bool:
+        """Whether no order can be much better than the best one, or time is up, which the notes then say."""
+        if self.time_ns is not None and self.time_ns - self.base <= self.gap * self.time_ns:
+            return True
+        if time.perf_counter() >= self.deadline:
+            self.notes["stopped"] = "time limit"
+        return "stopped" in self.notes and self.notes["stopped"] == "time limit"
 
     @property
     def distance_ns(self) -> float:
