@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import random
 import threading
 
+import numpy as np
 import pytest
 
 from planner.milp import Milp, Outcome
@@ -37,3 +40,46 @@ def test_what_fails_meanwhile_reaches_the_caller() -> None:
 
     with pytest.raises(KeyboardInterrupt):
         knapsack().minimise(time_limit_s=20.0, meanwhile=fail)
+
+
+def test_a_relaxation_bounds_from_below() -> None:
+    """Against the optimum with integers, and against HiGHS for the relaxation itself."""
+    rng = random.Random(3)
+    strict = 0
+    for _ in range(40):
+        milp = Milp()
+        xs = [milp.binary(cost=float(rng.randint(1, 9))) for _ in range(8)]
+        for _ in range(12):
+            milp.at_least(1.0, rng.sample(xs, 2))
+        milp.at_most(rng.choice((8.5, 11.5)), [(x, float(rng.randint(1, 3))) for x in xs])
+        whole, relaxed = milp.minimise(time_limit_s=10), milp.relax(time_limit_s=10)
+        if relaxed.outcome is Outcome.INFEASIBLE:
+            assert whole.outcome is Outcome.INFEASIBLE
+            continue
+        assert relaxed.outcome is Outcome.SOLVED and relaxed.values is not None
+        assert relaxed.bound <= whole.cost + 1e-9
+        assert relaxed.bound == pytest.approx(relaxed.cost, abs=1e-6)
+        strict += relaxed.bound < whole.cost - 1e-6
+    assert strict
+
+
+def test_a_bound_from_duals_holds_for_any_duals() -> None:
+    milp = Milp()
+    x, y = milp.binary(cost=3.0), milp.binary(cost=2.0, lower=0.5)
+    milp.at_least(1.0, [x, y])
+    milp.at_most(1.5, [(x, 1.0), (y, 1.0)])
+    optimum = 2.0
+    rng = np.random.default_rng(0)
+    best = max(milp._dual_bound(rng.uniform(-4, 4, 2)) for _ in range(2_000))
+    assert optimum - 0.1 < best <= optimum
+    assert milp._dual_bound(np.zeros(2)) == 1.0  # what the bounds of the variables cost
+
+
+def test_a_relaxation_that_is_out_of_time_claims_nothing() -> None:
+    milp = Milp()
+    rng = random.Random(0)
+    xs = [milp.binary(cost=rng.random()) for _ in range(2_000)]
+    for _ in range(2_000):
+        milp.at_least(1.0, rng.sample(xs, 20))
+    answer = milp.relax(time_limit_s=0.001)
+    assert answer.outcome is Outcome.STOPPED and answer.values is None and answer.bound == -math.inf

@@ -42,7 +42,12 @@ NEW_PER_ROUND = 2  # events added a round at most, fewer by one for each cut
 # do (without a backward pass much faster), but at first (easy budgets) and at most (hard ones) so many:
 WORK, WORK_VARIABLES, FIRST_WORK, MORE_WORK, MOST_WORK = 100_000, 1_000, 400_000, 4, 25_000_000
 ANNEALED = 2  # times as much, up to as many times the most, where most of it is annealing's
-BEYOND_WORK = 2_000_000  # between two looks at the clock where a MILP takes longer
+RELAXED_WORK, ANNEALED_RELAXED = 500, 4_000  # while its relaxation is solved, which takes longer the larger it is; with annealing
+# Relaxations may take this share of the time left. So many in a row that raise the bound by less than this share of its distance
+# to the incumbent, and a MILP is solved.
+RELAX_SHARE, STALLED, CLIMB = 0.6, 2, 0.005
+WHOLE, PARTS, FAR_AWAY = 0.01, 0.02, 0.05  # nearness to a whole number; share of variables that are not; of the keep-all time
+BEYOND_WORK = 100_000  # between two looks at the clock where a MILP takes longer
 # Blocks are tried after so many rounds, or at once where nothing fits so far, for this share of the time that is left.
 BLOCKS_ROUND, BLOCKS_SHARE, FINE_GRID, BLOCKS_WORK = 3, 0.15, {"peaks": 6, "saves": 12}, 4_000_000
 PEBBLE_STATES, PEBBLE_SHARE = 20_000, 0.15  # sets of values to visit, share of the time left, at most, where nothing fits so far
@@ -163,7 +168,8 @@ def _rounds(search: _Search, tightest: int) -> bool:
     events, cuts = [tightest], list[StageCut]()
     finest_ns = max(EXACT * search.gap, FINEST) * search.base
     sequence: list[int] = []
-    refined = 0
+    refined = stalled = 0
+    relaxes = True
     for round_ in itertools.count(1):
         model = stage_model(closed_graph, search.budget_bytes, events, cuts)
         cheap = round_ <= CHEAP_ROUNDS and len(model.milp.cost) <= CHEAP_VARIABLES
@@ -178,7 +184,18 @@ def _rounds(search: _Search, tightest: int) -> bool:
             work = min(work, usual)
         elif work:
             work = max(work, ANNEALED * min(usual, MOST_WORK))
-        answer = _minimise(search, model, tolerance_ns, aim, sequence, work)
+        answer = None
+        if relaxes and round_ > 1 and stalled < STALLED and not _for_sat(model):
+            before_ns = search.searched_ns
+            answer = _relax(search, model, sequence)
+            if search.done(aim):
+                return False
+            relaxes = answer is not None
+            stalled = 0 if search.searched_ns - before_ns > CLIMB * search.distance_ns else stalled + 1
+        relaxed = answer is not None
+        if answer is None:
+            stalled = 0
+            answer = _minimise(search, model, tolerance_ns, aim, sequence, work)
         search.notes.update(events=len(events), cuts=len(cuts), rounds=round_)
         if answer.outcome is Outcome.INFEASIBLE:
             if _is_only_order(graph):
@@ -210,6 +227,8 @@ def _rounds(search: _Search, tightest: int) -> bool:
         cuts.extend(more_cuts)
         if more_events or more_cuts:
             refined = 0
+        elif relaxed:
+            stalled = STALLED
         elif tolerance_ns > finest_ns:
             refined += 1
         else:
@@ -318,13 +337,25 @@ def _search_on(search: _Search) -> None:
         idle = 0 if search.walks.time_ns < before else idle + 1
 
 
-def _minimise(search: _Search, model: StageModel, tolerance_ns: float, aim: float, latest: Sequence[int], work: int) -> Answer:
-    """Solve the MILP to a tolerance; costs from which on the gap is closed to ``aim`` need not be told apart.
+def _relax(search: _Search, model: StageModel, latest: Sequence[int]) -> Answer | None:
+    """Solve without asking for integers, and raise the bound; None where there was no time for it, or nothing to go on with.
 
-    Meanwhile, list walks are improved with so much work, half of it spent on those along the ``latest`` solution. Where the MILP
-    takes longer, they go on, but what comes of that counts only if the clock or Ctrl-C ends the solve: how far they get depends
-    on the machine.
+    It takes a tenth of the time of the MILP. Where most of its solution is whole, or the bound is far away, events for what that
+    overflows, rounded, raise the bound as well.
     """
+    until = time.perf_counter() + RELAX_SHARE * search.left_s
+    work = (RELAXED_WORK if search.trained else ANNEALED_RELAXED) * (len(model.milp.cost) / WORK_VARIABLES) ** 3
+    answer = _alongside(search, partial(model.milp.relax), latest, min(int(work), MOST_WORK), until, limited=False)
+    search.raise_bound(model.bound_ns(answer), restricted=False)
+    if answer.values is None:
+        return answer if answer.outcome is Outcome.INFEASIBLE else None
+    parts = sum(min(x, 1 - x) > WHOLE for x, integer in zip(answer.values, model.milp.integer, strict=True) if integer)
+    is_whole = parts <= PARTS * sum(model.milp.integer)
+    return answer if is_whole or search.distance_ns > FAR_AWAY * search.base else None
+
+
+def _minimise(search: _Search, model: StageModel, tolerance_ns: float, aim: float, latest: Sequence[int], work: int) -> Answer:
+    """Solve the MILP to a tolerance; costs from which on the gap is closed to ``aim`` need not be told apart."""
     cutoff = math.inf
     if search.time_ns is not None:
         cutoff = ((1 - aim) * search.time_ns - search.base) / model.unit_ns
@@ -333,6 +364,22 @@ def _minimise(search: _Search, model: StageModel, tolerance_ns: float, aim: floa
     if _for_sat(model):
         limited = search.closed()
         minimise = partial(undisturbed(_sat_minimise), model.milp, effort=CHEAP_EFFORT if limited else math.inf)
+    share = 1.0 if work else FIRST_SHARE
+    until = time.perf_counter() + share * search.left_s
+    solve = partial(minimise, gap=tolerance_ns / model.unit_ns, cutoff=cutoff, seed=search.seed)
+    return _alongside(search, solve, latest, work, until, limited=limited)
+
+
+def _alongside(
+    search: _Search, solve: Callable[..., Answer], latest: Sequence[int], work: int, until: float, *, limited: bool
+) -> Answer:
+    """Solve, and meanwhile improve list walks with so much work, half of it spent on those along the ``latest`` solution.
+
+    Where the solver takes longer, they go on, but what comes of that counts only if the clock or Ctrl-C ends the solve: how far
+    they get depends on the machine.
+
+    limited  whether it has another limit than the clock
+    """
     beyond: WalkSearch | None = None
 
     def walk_on(solved: threading.Event) -> None:
@@ -344,16 +391,8 @@ def _minimise(search: _Search, model: StageModel, tolerance_ns: float, aim: floa
         while not solved.is_set() and time.perf_counter() < search.deadline:
             beyond.improve(BEYOND_WORK, deadline=search.deadline)
 
-    share = 1.0 if work else FIRST_SHARE
-    until = time.perf_counter() + share * search.left_s
     try:
-        answer = minimise(
-            time_limit_s=until - time.perf_counter(),
-            gap=tolerance_ns / model.unit_ns,
-            cutoff=cutoff,
-            seed=search.seed,
-            meanwhile=walk_on if work else None,
-        )
+        answer = solve(time_limit_s=until - time.perf_counter(), meanwhile=walk_on if work else None)
     except KeyboardInterrupt:
         if beyond is not None:
             search.walks = beyond
