@@ -13,7 +13,7 @@ from planner.bounds import least_bytes, smallest_known
 from planner.budget import format_bytes, resolve_budget
 from planner.methods import method as method_named
 from planner.result import Plan, Status
-from planner.schedule import Compute, Free, Schedule, computes, hold_early, in_graph_order, keep_all
+from planner.schedule import Compute, Free, Schedule, computes, first_runs, hold_early, in_graph_order, keep_all
 from planner.simulate import simulate
 
 if TYPE_CHECKING:
@@ -155,10 +155,15 @@ def solve_halves(graph: Graph, budget_bytes: int, *, gap: float = 0.0, time_limi
         seed=found.seed,
         wall_s=wall_s,
         bound_ns=found.bound_ns if in_graph_order(computes(schedule)) else graph.keep_all_time_ns,
-        restricted_bound_ns=found.restricted_bound_ns,
+        restricted_bound_ns=found.restricted_bound_ns if _same_order(found.schedule, schedule) else None,
         gap=gap,
         notes=notes,
     )
+
+
+def _same_order(one: Schedule, other: Schedule) -> bool:
+    """Whether ops run for the first time in the same order."""
+    return first_runs(computes(one)) == first_runs(computes(other))
 
 
 def check_numbers(graph: Graph) -> None:

@@ -41,8 +41,9 @@ class Plan:
     schedule             None where none was found
     time_ns, peak_bytes  of the schedule, from ``simulate``; None without one
     bound_ns             no schedule with the graph's order of first executions takes less (None: nothing proved)
-    restricted_bound_ns  the same for fewer schedules, Checkmate's space: between two first executions every op runs
-                         again at most once, in graph order (None where nothing beyond ``bound_ns`` was proved)
+    restricted_bound_ns  the same for fewer schedules (None where nothing beyond ``bound_ns`` was proved): for a schedule in
+                         another order of first executions those with that order, else Checkmate's space, where between two
+                         first executions every op runs again at most once, in graph order
     method, seed         what found it
     wall_s               how long that took
     step                 the captured step, where the graph came from a model

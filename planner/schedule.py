@@ -87,10 +87,15 @@ def from_json(codes: Iterable[object]) -> Schedule:
     return tuple(steps)
 
 
+def first_runs(runs: Iterable[int]) -> list[int]:
+    """The ops in the order in which they run for the first time."""
+    return list(dict.fromkeys(runs))
+
+
 def in_graph_order(runs: Iterable[int]) -> bool:
     """Whether ops run for the first time in the order of their numbers."""
-    first_runs = list(dict.fromkeys(runs))
-    return first_runs == sorted(first_runs)
+    firsts = first_runs(runs)
+    return firsts == sorted(firsts)
 
 
 def put_in_graph_order(runs: Iterable[int]) -> list[int]:

@@ -194,7 +194,7 @@ def rows(name: str) -> list[dict[str, Any]]:
     common: dict[str, Any] = {
         "graph": name,
         "device": "cpu",
-        "heuristic": "dtr_eq",
+        "heuristic": whole.record().rule,
         "ops": ops,
         "clock": "process_time",
         "threads": 1,

@@ -155,7 +155,7 @@ def test_vgg16_in_seven_gigabytes_is_refused(data: Path) -> None:
     assert solve(graph, 7 * GB).status is Status.INFEASIBLE
 
 
-@pytest.mark.parametrize("part", ["CP-SAT", "HiGHS", "passing", "blocks", "cuts"])
+@pytest.mark.parametrize("part", ["CP-SAT", "HiGHS", "passing", "blocks", "cuts", "relaxations", "whole ones only"])
 def test_without_some_part_the_optimum_is_the_same(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if part == "passing":
         monkeypatch.setattr(planner.stage_model, "_passing", lambda graph: {})
@@ -164,7 +164,11 @@ def test_without_some_part_the_optimum_is_the_same(part: str, monkeypatch: pytes
     elif part == "blocks":
         monkeypatch.setattr(cutting_stages, "BLOCKS_ROUND", 0)
     else:
-        monkeypatch.setattr(cutting_stages, "SAT_VARIABLES", 0 if part == "CP-SAT" else 10**9)
+        monkeypatch.setattr(cutting_stages, "SAT_VARIABLES", 10**9 if part == "HiGHS" else 0)
+    if part == "relaxations":
+        monkeypatch.setattr(cutting_stages, "_relax", lambda *_: None)
+    elif part == "whole ones only":
+        monkeypatch.setattr(cutting_stages, "PARTS", 1.0)
     checked = 0
     for seed in range(30):
         graph = random_graph(seed)
@@ -176,6 +180,33 @@ def test_without_some_part_the_optimum_is_the_same(part: str, monkeypatch: pytes
             assert found.bound_ns <= best[0] <= found.time_ns, seed
             checked += found.time_ns == best[0]
     assert checked >= 20
+
+
+def test_relaxations_find_events_before_any_milp_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = random_training(30, 1)
+    budget_bytes = int(0.75 * simulate(graph, keep_all(graph)).peak_bytes)
+    exact = solve(graph, budget_bytes, gap=0.0, time_limit_s=6)
+    assert exact.bound_ns is not None and exact.time_ns is not None
+    sizes: list[int] = []
+    whole = Milp.relax
+
+    def relax(milp: Milp, **options: Any) -> Answer:
+        sizes.append(len(milp.cost))
+        return whole(milp, **options)
+
+    def no_more(*_: object, **__: object) -> Answer:
+        return Answer(Outcome.STOPPED, None, math.inf, -math.inf)
+
+    monkeypatch.setattr(cutting_stages, "SAT_VARIABLES", 0)
+    monkeypatch.setattr(cutting_stages, "PARTS", 1.0)
+    monkeypatch.setattr(Milp, "relax", relax)
+    first = Milp.minimise
+    monkeypatch.setattr(Milp, "minimise", lambda milp, **options: no_more() if sizes else first(milp, **options))
+    found = solve(graph, budget_bytes, gap=0.0, time_limit_s=6)
+    assert len(set(sizes)) >= 2 and sizes[0] < sizes[-1]
+    assert found.bound_ns is not None and found.time_ns is not None
+    assert graph.keep_all_time_ns < found.bound_ns <= exact.time_ns
+    assert exact.bound_ns <= found.time_ns
 
 
 def test_what_only_passes_on_need_not_be_kept(monkeypatch: pytest.MonkeyPatch) -> None:

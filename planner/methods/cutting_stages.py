@@ -3,9 +3,9 @@
 Memory is tight around a few moments. A MILP with stages at those events only (``planner.stage_model``) bounds from below
 every schedule that keeps the graph's order of first executions, and its solution, walked, often is a schedule that attains
 the bound. Where the walk overflows the budget, the overflow says which event was missing, or which cut for what happens between
-two (``planner.stage_cuts``); each round adds some.
+two (``planner.stage_cuts``); each round adds some. Where the relaxation's solution is nearly whole, it serves as well.
 Meanwhile list walks along that walk, and a search among them (``planner.walk_search``), find schedules that do fit, and so does
-a chain of blocks (``planner.block_chain``).
+a chain of blocks (``planner.block_chain``). Where the best schedule has another order than the graph, all of it is done for that.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from planner.loading import annealed_walks, undisturbed, walk_search
 from planner.milp import Answer, Outcome
 from planner.pebbling import least_peak
 from planner.result import Plan
-from planner.schedule import Compute, Schedule, computes, in_graph_order, keep_all, put_in_graph_order, with_frees
+from planner.schedule import Compute, Schedule, computes, first_runs, in_graph_order, keep_all, put_in_graph_order, with_frees
 from planner.simulate import simulate
 from planner.stage_cuts import fitting_walk, missing, next_first_runs
 from planner.stage_model import StageCut, StageModel, stage_model, walk, with_end
@@ -168,8 +168,7 @@ def _rounds(search: _Search, tightest: int) -> bool:
     events, cuts = [tightest], list[StageCut]()
     finest_ns = max(EXACT * search.gap, FINEST) * search.base
     sequence: list[int] = []
-    refined = stalled = 0
-    relaxes = True
+    refined = 0
     for round_ in itertools.count(1):
         model = stage_model(closed_graph, search.budget_bytes, events, cuts)
         cheap = round_ <= CHEAP_ROUNDS and len(model.milp.cost) <= CHEAP_VARIABLES
@@ -178,24 +177,12 @@ def _rounds(search: _Search, tightest: int) -> bool:
         if round_ > 1 and not cheap:
             coarse = SAT_COARSE if _for_sat(model) else COARSE
             tolerance_ns = max(finest_ns, coarse * search.distance_ns * 0.1**refined)
-        work = 0 if round_ == 1 else min(FIRST_WORK * MORE_WORK ** (round_ - 2), MOST_WORK)
-        usual = int(WORK * (len(model.milp.cost) / WORK_VARIABLES) ** 2)
-        if search.trained:
-            work = min(work, usual)
-        elif work:
-            work = max(work, ANNEALED * min(usual, MOST_WORK))
-        answer = None
-        if relaxes and round_ > 1 and stalled < STALLED and not _for_sat(model):
-            before_ns = search.searched_ns
-            answer = _relax(search, model, sequence)
-            if search.done(aim):
-                return False
-            relaxes = answer is not None
-            stalled = 0 if search.searched_ns - before_ns > CLIMB * search.distance_ns else stalled + 1
+        answer = _relax(search, model, sequence) if round_ > 1 else None
+        if search.done(aim):
+            return False
         relaxed = answer is not None
         if answer is None:
-            stalled = 0
-            answer = _minimise(search, model, tolerance_ns, aim, sequence, work)
+            answer = _minimise(search, model, tolerance_ns, aim, sequence, _work(search, model, round_))
         search.notes.update(events=len(events), cuts=len(cuts), rounds=round_)
         if answer.outcome is Outcome.INFEASIBLE:
             if _is_only_order(graph):
@@ -228,7 +215,7 @@ def _rounds(search: _Search, tightest: int) -> bool:
         if more_events or more_cuts:
             refined = 0
         elif relaxed:
-            stalled = STALLED
+            search.stalled = STALLED
         elif tolerance_ns > finest_ns:
             refined += 1
         else:
@@ -337,21 +324,38 @@ def _search_on(search: _Search) -> None:
         idle = 0 if search.walks.time_ns < before else idle + 1
 
 
-def _relax(search: _Search, model: StageModel, latest: Sequence[int]) -> Answer | None:
-    """Solve without asking for integers, and raise the bound; None where there was no time for it, or nothing to go on with.
+def _work(search: _Search, model: StageModel, round_: int) -> int:
+    """How many ops list walks may run while the MILP is solved."""
+    if round_ == 1:
+        return 0
+    work: int = min(FIRST_WORK * MORE_WORK ** (round_ - 2), MOST_WORK)
+    usual = int(WORK * (len(model.milp.cost) / WORK_VARIABLES) ** 2)
+    return min(work, usual) if search.trained else max(work, ANNEALED * min(usual, MOST_WORK))
 
-    It takes a tenth of the time of the MILP. Where most of its solution is whole, or the bound is far away, events for what that
+
+def _relax(search: _Search, model: StageModel, latest: Sequence[int]) -> Answer | None:
+    """Solve without asking for integers, and raise the bound; None where the MILP is to be solved.
+
+    It takes a tenth of the MILP's time. Where most of its solution is whole, or the bound is far away, events for what that
     overflows, rounded, raise the bound as well.
     """
+    if not search.relaxes or search.stalled == STALLED or _for_sat(model):
+        search.stalled = 0
+        return None
+    before_ns = search.searched_ns
     until = time.perf_counter() + RELAX_SHARE * search.left_s
     work = (RELAXED_WORK if search.trained else ANNEALED_RELAXED) * (len(model.milp.cost) / WORK_VARIABLES) ** 3
-    answer = _alongside(search, partial(model.milp.relax), latest, min(int(work), MOST_WORK), until, limited=False)
+    answer = _alongside(search, model.milp.relax, latest, min(int(work), MOST_WORK), until, limited=False)
+    if answer.outcome is Outcome.INFEASIBLE:
+        return answer
     search.raise_bound(model.bound_ns(answer), restricted=False)
-    if answer.values is None:
-        return answer if answer.outcome is Outcome.INFEASIBLE else None
-    parts = sum(min(x, 1 - x) > WHOLE for x, integer in zip(answer.values, model.milp.integer, strict=True) if integer)
-    is_whole = parts <= PARTS * sum(model.milp.integer)
-    return answer if is_whole or search.distance_ns > FAR_AWAY * search.base else None
+    search.stalled = 0 if search.searched_ns - before_ns > CLIMB * search.distance_ns else search.stalled + 1
+    search.relaxes = answer.values is not None and (
+        search.distance_ns > FAR_AWAY * search.base
+        or sum(min(x, 1 - x) > WHOLE for x, integer in zip(answer.values, model.milp.integer, strict=True) if integer)
+        <= PARTS * sum(model.milp.integer)
+    )
+    return answer if search.relaxes else None
 
 
 def _minimise(search: _Search, model: StageModel, tolerance_ns: float, aim: float, latest: Sequence[int], work: int) -> Answer:
@@ -425,6 +429,8 @@ class _Search(Incumbent):
     any_order: bool = False
     begun: bool = field(default=False, init=False)
     chained: bool = field(default=False, init=False)
+    relaxes: bool = field(default=True, init=False)  # whether relaxations are worth their time
+    stalled: int = field(default=0, init=False)  # how many of them in a row have hardly raised the bound
     solved_order: list[int] = field(init=False)  # that of the graph, or the one that ``restricted_bound_ns`` holds for
 
     def __post_init__(self) -> None:
@@ -456,7 +462,7 @@ class _Search(Incumbent):
     @property
     def order_of_best(self) -> list[int]:
         """First executions of the best schedule."""
-        return [] if self.best is None else list(dict.fromkeys(computes(self.best)))
+        return [] if self.best is None else first_runs(computes(self.best))
 
     def exhausted(self) -> bool:
         """Whether no order can be much better than the best one, or time is up, which the notes then say."""
