@@ -9,8 +9,19 @@ ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
 
 
-def example() -> str:
-    return next(block for block in re.findall(r"```python\n(.*?)```", README, re.DOTALL))
+def example(beginning: str = "") -> str:
+    """The first example, or the first that begins so."""
+    return next(block for block in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if block.startswith(beginning))
+
+
+def test_the_eager_example_goes_on_from_the_first(tmp_path: Path) -> None:
+    code = f"{example()}\n{example('from online import budget')}\nprint(block.peak_bytes)"
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, cwd=tmp_path, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "online dtr_eq+counted" in done.stdout
+    assert 0 < int(done.stdout.splitlines()[-1]) <= 24 << 20
 
 
 def test_the_example_runs_and_ends_in_a_number(tmp_path: Path) -> None:
