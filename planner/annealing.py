@@ -206,7 +206,7 @@ def anneal(search: Incumbent, annealer: Annealer, moves: int, rounds: Sequence[R
     moves  in all, and a tenth more where nothing fits after them
     """
     tried = 0
-    total = sum(share for share, *_ in (*rounds, LAST))
+    total = sum(share for share, *_ in (rounds if annealer.best is not None else (*rounds, LAST)))
     try:
         for number, (share, *falling) in enumerate((*rounds, LAST), start=1):
             is_last = number > len(rounds)

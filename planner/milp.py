@@ -130,7 +130,8 @@ class Milp:
     def relax(self, *, time_limit_s: float, meanwhile: Callable[[threading.Event], None] | None = None) -> Answer:
         """Solve without asking for integers, with GLOP; on these models it is faster than HiGHS by up to a factor of seven.
 
-        The bound is that of the duals, made feasible, so it holds whatever the solver's tolerances. ``meanwhile`` as above.
+        The bound is that of the duals, made feasible, so it holds whatever the solver's tolerances; INFEASIBLE is its word alone.
+        ``meanwhile`` as above.
         """
         from ortools.math_opt import parameters_pb2, result_pb2
 
@@ -149,7 +150,7 @@ class Milp:
         duals = np.zeros(len(self.row_lower))
         duals[list(solution.dual_solution.dual_values.ids)] = list(solution.dual_solution.dual_values.values)
         cost = sum(c * x for c, x in zip(self.cost, values, strict=True))
-        return Answer(Outcome.SOLVED, values, cost, min(cost, self._dual_bound(duals)))
+        return Answer(Outcome.SOLVED, values, cost, min(self._dual_bound(duals), cost))
 
     def _dual_bound(self, duals: npt.NDArray[np.float64]) -> float:
         """Least value of the Lagrangian over the bounds of the variables: a lower bound for any duals."""

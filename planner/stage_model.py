@@ -239,6 +239,8 @@ def walk(model: StageModel, kept: Sequence[frozenset[int]], orders: Mapping[int,
     """
     graph, producer = model.graph, model.graph.producer
     present = set(graph.resident)
+    # What cannot be made again stays, though half a variable (of a relaxation) may say that it does not.
+    stays = {x for op in graph.ops if op.effect for x in op.outputs}
     runs: list[int] = []
 
     def make(values: Iterable[int], first: Sequence[int] = ()) -> None:
@@ -268,7 +270,7 @@ def walk(model: StageModel, kept: Sequence[frozenset[int]], orders: Mapping[int,
         make(op.inputs if j is None else {*op.inputs, *(x for x in kept[j] if producer[x] < i)}, first)
         runs.append(i)
         if j is not None:
-            present.intersection_update({*graph.resident, *kept[j], *model.tiny, *op.inputs})
+            present.intersection_update({*graph.resident, *kept[j], *model.tiny, *op.inputs, *stays})
         present.update(op.outputs)
     return runs[:-1]
 

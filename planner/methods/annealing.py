@@ -32,7 +32,8 @@ def solve(
 ) -> Plan:
     """The cheapest schedule that annealing meets; ``bound_ns`` is the keep-all time, so it is OPTIMAL only without re-runs.
 
-    moves         moves to try in all; what would take longer than the time limit cools faster, and is then not repeatable
+    moves         moves to try, a tenth more where nothing fits after them; what would take longer than the time limit cools
+                  faster, and is then not repeatable
     keep_order    first executions stay in the order they begin in (that of the graph, or of ``start``)
     gap           stop when (time - bound) / time is at most this
     time_limit_s  stop after this long; Ctrl-C stops at once. Either way the best schedule so far is returned

@@ -43,8 +43,8 @@ NEW_PER_ROUND = 2  # events added a round at most, fewer by one for each cut
 WORK, WORK_VARIABLES, FIRST_WORK, MORE_WORK, MOST_WORK = 100_000, 1_000, 400_000, 4, 25_000_000
 ANNEALED = 2  # times as much, up to as many times the most, where most of it is annealing's
 RELAXED_WORK, ANNEALED_RELAXED = 500, 4_000  # while its relaxation is solved, which takes longer the larger it is; with annealing
-# Relaxations may take this share of the time left. So many in a row that raise the bound by less than this share of its distance
-# to the incumbent, and a MILP is solved.
+# Each relaxation may take this share of the time left. So many in a row that raise the bound by less than this share of its
+# distance to the incumbent, and a MILP is solved.
 RELAX_SHARE, STALLED, CLIMB = 0.6, 2, 0.005
 WHOLE, PARTS, FAR_AWAY = 0.01, 0.02, 0.05  # nearness to a whole number; share of variables that are not; of the keep-all time
 BEYOND_WORK = 100_000  # between two looks at the clock where a MILP takes longer
@@ -85,7 +85,8 @@ def solve(
     time_limit_s  stop after this long; Ctrl-C stops at once. Either way the best schedule and bound so far are returned
     start         a schedule to begin with; its order of first executions may be another
     any_order     first try by annealing whether another order of first executions is cheaper than this one's bound; without, a
-                  schedule in another order is taken only where it is the start, or none in graph order is known
+                  schedule in another order is taken only where it is the start, or none in graph order is known. From one that
+                  is taken the search goes on, through other orders too
     progress      called as ``progress(time_ns=..., bound_ns=..., phase=...)`` where one of them changed (None: not known)
 
     The status is INFEASIBLE only where no schedule in any order fits; where none with this order does, it is UNKNOWN and
@@ -112,7 +113,7 @@ def solve(
         else:  # what holds for all orders is the keep-all time
             search.notes["order"] = "first executions are not in graph order"
             search.notes["order_bound_ns"], bound_ns = bound_ns, graph.keep_all_time_ns
-        if search.order_of_best != search.solved_order:
+        if search.order_of_best != search.solved_order or in_graph_order(search.order_of_best):
             search.restricted_bound_ns = None
     return search.plan(METHOD, seed=seed, bound_ns=bound_ns)
 
@@ -142,6 +143,8 @@ def _go_on(search: _Search) -> None:
         for number, round_ in enumerate(COOLER, start=1):
             if not search.exhausted():
                 _anneal(search, list(computes(search.best)), COOLER_MOVES, (round_,), seed=search.seed + number)
+        if in_graph_order(computes(search.best)):
+            break
 
 
 def _solve_in(search: _Search, order: list[int]) -> None:
@@ -154,7 +157,10 @@ def _solve_in(search: _Search, order: list[int]) -> None:
     try:
         _run(inner, start)
     finally:
-        search.solved_order, search.restricted_bound_ns = order, min(inner.bound_ns, inner.time_ns or inner.bound_ns)
+        if inner.begun:
+            inner.take_walk()  # on Ctrl-C, what the part under way has found
+        proved_ns = min(inner.bound_ns, inner.time_ns or inner.bound_ns)
+        search.solved_order, search.restricted_bound_ns = order, proved_ns if proved_ns > search.base else None
         if inner.best is not None:
             best = tuple(Compute(order[step.op]) if isinstance(step, Compute) else step for step in inner.best)
             search.offer(best, f"{inner.notes['found_by']}, in another order")
@@ -177,13 +183,13 @@ def _rounds(search: _Search, tightest: int) -> bool:
         if round_ > 1 and not cheap:
             coarse = SAT_COARSE if _for_sat(model) else COARSE
             tolerance_ns = max(finest_ns, coarse * search.distance_ns * 0.1**refined)
-        answer = _relax(search, model, sequence) if round_ > 1 else None
+        search.notes.update(events=len(events), cuts=len(cuts), rounds=round_)
+        answer = _relax(search, model, sequence) if round_ > 1 and not refined else None
         if search.done(aim):
             return False
         relaxed = answer is not None
         if answer is None:
             answer = _minimise(search, model, tolerance_ns, aim, sequence, _work(search, model, round_))
-        search.notes.update(events=len(events), cuts=len(cuts), rounds=round_)
         if answer.outcome is Outcome.INFEASIBLE:
             if _is_only_order(graph):
                 search.notes["infeasible"] = "no schedule fits, and no other order of first executions is valid"
@@ -346,8 +352,9 @@ def _relax(search: _Search, model: StageModel, latest: Sequence[int]) -> Answer 
     until = time.perf_counter() + RELAX_SHARE * search.left_s
     work = (RELAXED_WORK if search.trained else ANNEALED_RELAXED) * (len(model.milp.cost) / WORK_VARIABLES) ** 3
     answer = _alongside(search, model.milp.relax, latest, min(int(work), MOST_WORK), until, limited=False)
-    if answer.outcome is Outcome.INFEASIBLE:
-        return answer
+    if answer.outcome is Outcome.INFEASIBLE:  # for HiGHS to say
+        search.relaxes = False
+        return None
     search.raise_bound(model.bound_ns(answer), restricted=False)
     search.stalled = 0 if search.searched_ns - before_ns > CLIMB * search.distance_ns else search.stalled + 1
     search.relaxes = answer.values is not None and (
@@ -392,7 +399,7 @@ def _alongside(
         search.walks.improve(work // 2, deadline=search.deadline)
         search.take_walk()
         beyond = search.walks.copy()
-        while not solved.is_set() and time.perf_counter() < search.deadline:
+        while not solved.is_set() and time.perf_counter() < until:
             beyond.improve(BEYOND_WORK, deadline=search.deadline)
 
     try:
