@@ -84,8 +84,10 @@ class Incumbent:
 
     def done(self, gap: float | None = None) -> bool:
         """Whether it is closed or out of time, which the notes then say."""
-        if self.closed(gap):
-            return True
+        return self.closed(gap) or self.out_of_time()
+
+    def out_of_time(self) -> bool:
+        """Whether the time limit has struck, which the notes then say."""
         if time.perf_counter() < self.deadline:
             return False
         self.notes["stopped"] = "time limit"

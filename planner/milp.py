@@ -97,6 +97,10 @@ class Milp:
         self.row_upper.append(right)
         self.entries.extend((row, x, a) for x, a in terms)
 
+    def cost_of(self, values: Sequence[float]) -> float:
+        """cost · values"""
+        return sum(c * x for c, x in zip(self.cost, values, strict=True))
+
     def minimise(
         self,
         *,
@@ -133,14 +137,11 @@ class Milp:
         The bound is that of the duals, made feasible, so it holds whatever the solver's tolerances; INFEASIBLE is its word alone.
         ``meanwhile`` as above.
         """
-        from ortools.math_opt import parameters_pb2, result_pb2
+        from ortools.math_opt import result_pb2
 
         proto = self.proto()
-        del proto.variables.integers[:]
-        proto.variables.integers.extend([False] * len(self.cost))
-        parameters = parameters_pb2.SolveParametersProto()
-        parameters.time_limit.FromNanoseconds(max(1, int(time_limit_s * 1e9)))
-        result = _run(proto, parameters, time_limit_s, meanwhile, relaxed=True)
+        proto.variables.integers[:] = [False] * len(self.cost)
+        result = _run(proto, limited(time_limit_s), time_limit_s, meanwhile, relaxed=True)
         if result is not None and _infeasible(result):
             return Answer(Outcome.INFEASIBLE, None, math.inf, math.inf)
         if result is None or result.termination.reason != result_pb2.TERMINATION_REASON_OPTIMAL:
@@ -149,20 +150,20 @@ class Milp:
         values = list(solution.primal_solution.variable_values.values)
         duals = np.zeros(len(self.row_lower))
         duals[list(solution.dual_solution.dual_values.ids)] = list(solution.dual_solution.dual_values.values)
-        cost = sum(c * x for c, x in zip(self.cost, values, strict=True))
+        cost = self.cost_of(values)
         return Answer(Outcome.SOLVED, values, cost, min(self._dual_bound(duals), cost))
 
     def _dual_bound(self, duals: npt.NDArray[np.float64]) -> float:
         """Least value of the Lagrangian over the bounds of the variables: a lower bound for any duals."""
-        lower, upper = np.array(self.row_lower), np.array(self.row_upper)
-        duals = np.where(np.isfinite(np.where(duals > 0, lower, upper)), duals, 0.0)  # the sign must be that of a finite side
+        sides = np.where(duals > 0, self.row_lower, self.row_upper)
+        is_finite = np.isfinite(sides)
+        duals, sides = np.where(is_finite, duals, 0.0), np.where(is_finite, sides, 0.0)
         reduced = np.array(self.cost, np.float64)
         if self.entries:
             rows, columns, coefficients = (np.array(part) for part in zip(*self.entries, strict=True))
             np.subtract.at(reduced, columns, duals[rows] * coefficients)
-        sides = np.where(duals > 0, lower, upper)
         at = np.where(reduced > 0, self.lower, self.upper)
-        return float((duals * np.where(duals == 0, 0.0, sides)).sum() + (reduced * at).sum())
+        return float((duals * sides).sum() + (reduced * at).sum())
 
     def proto(self) -> Any:
         """The model as OR-Tools takes it."""
@@ -203,7 +204,7 @@ class Milp:
         values, cost = None, math.inf
         if result.solutions:
             values = list(result.solutions[0].primal_solution.variable_values.values)
-            cost = sum(c * x for c, x in zip(self.cost, values, strict=True))
+            cost = self.cost_of(values)
         # Below a cutoff the search is complete; above it the solver may have pruned what it should not have.
         bound = min(result.termination.objective_bounds.dual_bound, cutoff)
         if reason != result_pb2.TERMINATION_REASON_OPTIMAL:
@@ -221,13 +222,21 @@ def _infeasible(result: Any) -> bool:
     )
 
 
+def limited(time_limit_s: float) -> Any:
+    """Parameters of a solve that may take so long."""
+    from ortools.math_opt import parameters_pb2
+
+    parameters = parameters_pb2.SolveParametersProto()
+    parameters.time_limit.FromNanoseconds(max(1, int(time_limit_s * 1e9)))
+    return parameters
+
+
 def _parameters(
     time_limit_s: float, gap: float, cutoff: float, node_limit: int | None, seed: int, *, presolve: bool = True
 ) -> Any:
     from ortools.math_opt import parameters_pb2
 
-    parameters = parameters_pb2.SolveParametersProto()
-    parameters.time_limit.FromNanoseconds(max(1, int(time_limit_s * 1e9)))
+    parameters = limited(time_limit_s)
     parameters.absolute_gap_tolerance = gap
     parameters.relative_gap_tolerance = 0.0
     parameters.random_seed = seed

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from graphs.errors import InputError
-from planner.milp import Milp, Outcome, leave_behind
+from planner.milp import Milp, Outcome, leave_behind, limited
 
 # Names of our own for what PuLP has under several, in the order in which they are tried.
 PULP_NAMES = {
@@ -240,7 +240,7 @@ class _Cbc:
         bound = cbc_bound(log)
         if not has_values:
             return Answer(Outcome.STOPPED, bound=bound, stopped="time limit")
-        cost = _cost(self._milp, values)
+        cost = self._milp.cost_of(values)
         if outcome is Outcome.SOLVED:
             return Answer(outcome, values, cost, max(bound, cost - self._gap))
         return Answer(outcome, values, cost, min(bound, cost), "time limit")
@@ -345,7 +345,7 @@ class _MathOpt:
         if not result.solutions:
             return Answer(outcome, bound=bound, stopped=stopped)
         values = list(result.solutions[0].primal_solution.variable_values.values)
-        return Answer(outcome, values, _cost(self._milp, values), bound, stopped)
+        return Answer(outcome, values, self._milp.cost_of(values), bound, stopped)
 
     def _once(self, time_limit_s: float, *, presolve: bool) -> Any:
         """The solver's own result, or an Answer where it gives up."""
@@ -353,8 +353,7 @@ class _MathOpt:
         from ortools.math_opt.core.python import solver
         from pybind11_abseil.status import StatusNotOk  # comes with OR-Tools
 
-        parameters = parameters_pb2.SolveParametersProto()
-        parameters.time_limit.FromNanoseconds(max(1, int(time_limit_s * 1e9)))
+        parameters = limited(time_limit_s)
         parameters.absolute_gap_tolerance = self._gap
         parameters.relative_gap_tolerance = 0.0
         parameters.random_seed = self._seed
@@ -397,7 +396,7 @@ class _MathOpt:
     def so_far(self) -> Answer:
         bound = logged_bound(self._log)
         values = highs_solution(Path(self._improving), len(self._milp.cost))
-        return Answer(Outcome.STOPPED, values, math.inf if values is None else _cost(self._milp, values), bound)
+        return Answer(Outcome.STOPPED, values, math.inf if values is None else self._milp.cost_of(values), bound)
 
 
 def logged_bound(log: Sequence[str]) -> float:
@@ -474,7 +473,7 @@ class _Pulp:
         if None in values or not satisfies(self._milp, values, LOOSE):
             said = f"{pulp.LpStatus[problem.status]} ({pulp.LpSolution[problem.sol_status]})"
             return Answer(Outcome.STOPPED, bound=bound, stopped=f"{self._name} says {said} and gives no solution")
-        cost = _cost(self._milp, values)
+        cost = self._milp.cost_of(values)
         if solved:
             given = 0.0 if "gapRel" in options else DEFAULT_GAP
             return Answer(Outcome.SOLVED, values, cost, max(bound, cost - max(self._gap, given * abs(cost))))
@@ -494,10 +493,6 @@ class _Pulp:
 
     def so_far(self) -> Answer:
         return Answer(Outcome.STOPPED)
-
-
-def _cost(milp: Milp, values: Sequence[float]) -> float:
-    return sum(c * x for c, x in zip(milp.cost, values, strict=True))
 
 
 def satisfies(milp: Milp, values: Sequence[float], tolerance: float = 1e-6) -> bool:

@@ -54,7 +54,7 @@ def minimise(
             return Answer(Outcome.CUT_OFF, None, math.inf, cutoff)
         return Answer(Outcome.INFEASIBLE, None, math.inf, math.inf)
     values = None if answer.values is None else [float(x) for x in answer.values]
-    cost = math.inf if values is None else sum(c * x for c, x in zip(milp.cost, values, strict=True))
+    cost = math.inf if values is None else milp.cost_of(values)
     bound = -math.inf if answer.bound is None else min(answer.bound / scale, cutoff)
     return Answer(_OUTCOMES[answer.outcome], values, cost, bound)
 

@@ -5,7 +5,7 @@ An op that occurs again is a rematerialization. What a Schedule means, and what 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from graphs.errors import InvalidSchedule
@@ -96,6 +96,11 @@ def in_graph_order(runs: Iterable[int]) -> bool:
     """Whether ops run for the first time in the order of their numbers."""
     firsts = first_runs(runs)
     return firsts == sorted(firsts)
+
+
+def renumbered(schedule: Schedule, number: Sequence[int] | Mapping[int, int]) -> Schedule:
+    """The schedule for a graph in which op ``v`` is op ``number[v]``."""
+    return tuple(Compute(number[step.op]) if isinstance(step, Compute) else step for step in schedule)
 
 
 def put_in_graph_order(runs: Iterable[int]) -> list[int]:

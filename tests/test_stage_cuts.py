@@ -13,7 +13,7 @@ from planner.milp import Answer, Outcome
 from planner.schedule import with_frees
 from planner.simulate import simulate
 from planner.stage_cuts import broken_cut, fitting_walk, missing
-from planner.stage_model import StageCut, StageModel, stage_model, with_end
+from planner.stage_model import StageCut, StageModel, stage_model, walk, with_end
 from tests.oracles import least_time
 from tests.strategies import budget_range, random_graph
 
@@ -111,6 +111,21 @@ def test_the_walk_takes_the_order_that_fits() -> None:
     sequence = fitting_walk(model, solved(model), graph, LEAST_BYTES)
     assert sequence == [0, 1, 2, 3, 4, 2, 1, 5]
     assert simulate(graph, with_frees(graph, sequence)).peak_bytes == LEAST_BYTES
+
+
+def test_walks_keep_what_only_an_effect_made() -> None:
+    """Though a half solution keeps nothing at all."""
+    read_again = 0
+    for seed in range(50):
+        graph = random_graph(seed, max_ops=9, effect=True)
+        closed = with_end(graph)
+        events = range(1, len(graph.ops))
+        model = stage_model(closed, graph.resident_bytes + 1, events)
+        sequence = walk(model, [frozenset()] * len(events))
+        once = [v for v, op in enumerate(graph.ops) if op.effect]
+        assert all(sequence.count(v) == 1 for v in once), seed
+        read_again += any(len(graph.consumers[x]) > 1 for v in once for x in graph.ops[v].outputs)
+    assert read_again >= 10
 
 
 @pytest.mark.parametrize("budget_bytes", [LEAST_BYTES, LEAST_BYTES - 1])

@@ -27,7 +27,7 @@ from planner.loading import annealed_walks, undisturbed, walk_search
 from planner.milp import Answer, Outcome
 from planner.pebbling import least_peak
 from planner.result import Plan
-from planner.schedule import Compute, Schedule, computes, first_runs, in_graph_order, keep_all, put_in_graph_order, with_frees
+from planner.schedule import Schedule, computes, first_runs, in_graph_order, keep_all, put_in_graph_order, renumbered, with_frees
 from planner.simulate import simulate
 from planner.stage_cuts import fitting_walk, missing, next_first_runs
 from planner.stage_model import StageCut, StageModel, stage_model, walk, with_end
@@ -113,7 +113,7 @@ def solve(
         else:  # what holds for all orders is the keep-all time
             search.notes["order"] = "first executions are not in graph order"
             search.notes["order_bound_ns"], bound_ns = bound_ns, graph.keep_all_time_ns
-        if search.order_of_best != search.solved_order or in_graph_order(search.order_of_best):
+        if search.order_of_best != search.solved_order:
             search.restricted_bound_ns = None
     return search.plan(METHOD, seed=seed, bound_ns=bound_ns)
 
@@ -138,32 +138,29 @@ def _run(search: _Search, start: Schedule | None) -> None:
 
 def _go_on(search: _Search) -> None:
     """Where the best schedule has another order of first executions: solve for that one, and look for a better one from there."""
-    while search.best is not None and search.order_of_best != search.solved_order and not search.exhausted():
-        _solve_in(search, search.order_of_best)
+    while search.best is not None and not search.exhausted():
+        order = search.order_of_best
+        if order == search.solved_order or in_graph_order(order):
+            break
+        _solve_in(search, search.best, order)
         for number, round_ in enumerate(COOLER, start=1):
             if not search.exhausted():
-                _anneal(search, list(computes(search.best)), COOLER_MOVES, (round_,), seed=search.seed + number)
-        if in_graph_order(computes(search.best)):
-            break
+                _anneal(search, list(computes(search.best)), COOLER_MOVES, (round_,), draw=number)
 
 
-def _solve_in(search: _Search, order: list[int]) -> None:
-    """Solve for the order of first executions that the best schedule has."""
-    assert search.best is not None
-    number = {v: i for i, v in enumerate(order)}
-    start = tuple(Compute(number[step.op]) if isinstance(step, Compute) else step for step in search.best)
+def _solve_in(search: _Search, start: Schedule, order: list[int]) -> None:
+    """Solve for the order of first executions that a schedule has."""
     graph = search.graph.in_order(order)
     inner = _Search(graph, search.budget_bytes, search.gap, search.left_s, search.progress, seed=search.seed)
     try:
-        _run(inner, start)
+        _run(inner, renumbered(start, {v: i for i, v in enumerate(order)}))
     finally:
         if inner.begun:
             inner.take_walk()  # on Ctrl-C, what the part under way has found
         proved_ns = min(inner.bound_ns, inner.time_ns or inner.bound_ns)
         search.solved_order, search.restricted_bound_ns = order, proved_ns if proved_ns > search.base else None
         if inner.best is not None:
-            best = tuple(Compute(order[step.op]) if isinstance(step, Compute) else step for step in inner.best)
-            search.offer(best, f"{inner.notes['found_by']}, in another order")
+            search.offer(renumbered(inner.best, order), f"{inner.notes['found_by']}, in another order")
         search.tell_cut_short("cut_short" in inner.notes)
         search.notes.update({key: inner.notes[key] for key in ("events", "cuts", "rounds", "stopped") if key in inner.notes})
 
@@ -292,11 +289,11 @@ def _anneal(
     rounds: Sequence[Round] = ROUNDS,
     *,
     keep_order: bool = False,
-    seed: int | None = None,
+    draw: int = 0,
 ) -> None:
     """Let annealing find something (cheaper) that fits, in the graph's order of first executions or in any, from ``runs`` on."""
     graph = search.graph
-    annealer = Annealer(graph, runs, search.budget_bytes, search.seed if seed is None else seed, keep_order=keep_order)
+    annealer = Annealer(graph, runs, search.budget_bytes, search.seed + draw, keep_order=keep_order)
     found = Incumbent(graph, search.budget_bytes, search.gap, ANNEAL_SHARE * search.left_s)
     try:
         anneal(found, annealer, moves, rounds)
@@ -343,7 +340,7 @@ def _relax(search: _Search, model: StageModel, latest: Sequence[int]) -> Answer 
     """Solve without asking for integers, and raise the bound; None where the MILP is to be solved.
 
     It takes a tenth of the MILP's time. Where most of its solution is whole, or the bound is far away, events for what that
-    overflows, rounded, raise the bound as well.
+    overflows, rounded, raise the bound as well. That nothing fits is for the MILP to say.
     """
     if not search.relaxes or search.stalled == STALLED or _for_sat(model):
         search.stalled = 0
@@ -352,9 +349,6 @@ def _relax(search: _Search, model: StageModel, latest: Sequence[int]) -> Answer 
     until = time.perf_counter() + RELAX_SHARE * search.left_s
     work = (RELAXED_WORK if search.trained else ANNEALED_RELAXED) * (len(model.milp.cost) / WORK_VARIABLES) ** 3
     answer = _alongside(search, model.milp.relax, latest, min(int(work), MOST_WORK), until, limited=False)
-    if answer.outcome is Outcome.INFEASIBLE:  # for HiGHS to say
-        search.relaxes = False
-        return None
     search.raise_bound(model.bound_ns(answer), restricted=False)
     search.stalled = 0 if search.searched_ns - before_ns > CLIMB * search.distance_ns else search.stalled + 1
     search.relaxes = answer.values is not None and (
@@ -438,11 +432,9 @@ class _Search(Incumbent):
     chained: bool = field(default=False, init=False)
     relaxes: bool = field(default=True, init=False)  # whether relaxations are worth their time
     stalled: int = field(default=0, init=False)  # how many of them in a row have hardly raised the bound
-    solved_order: list[int] = field(init=False)  # that of the graph, or the one that ``restricted_bound_ns`` holds for
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.solved_order = list(range(len(self.graph.ops)))
+    solved_order: list[int] = field(
+        default_factory=list, init=False
+    )  # other than the graph's: what ``restricted_bound_ns`` is of
 
     @cached_property
     def walks(self) -> WalkSearch:
@@ -473,11 +465,8 @@ class _Search(Incumbent):
 
     def exhausted(self) -> bool:
         """Whether no order can be much better than the best one, or time is up, which the notes then say."""
-        if self.time_ns is not None and self.time_ns - self.base <= self.gap * self.time_ns:
-            return True
-        if time.perf_counter() >= self.deadline:
-            self.notes["stopped"] = "time limit"
-        return "stopped" in self.notes and self.notes["stopped"] == "time limit"
+        close = self.time_ns is not None and self.time_ns - self.base <= self.gap * self.time_ns
+        return close or self.out_of_time()
 
     @property
     def distance_ns(self) -> float:
