@@ -9,7 +9,9 @@ The fewer facts the stronger, so those are dropped without which nothing fits ei
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Iterable, Iterator
+import itertools
+from bisect import bisect_left
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from graphs.ir import Graph
@@ -18,6 +20,8 @@ from planner.schedule import Compute, Schedule, with_frees
 from planner.simulate import simulate
 from planner.stage_model import StageCut, StageModel, walk
 
+LARGE = 2.0  # times the budget, what a stage holds that asks for two events
+PASSED = 2 / 3  # share of its overflow that is before the second
 MOST_RUNS = 12  # re-runs that are looked at together; of more, those that take most
 MOST_STATES = 3_000  # sets of them at most; where that does not tell, there is no cut
 
@@ -67,7 +71,8 @@ def missing(
     """New events and cuts for the worst overflows of a schedule that walks along a solution, each in a stage of its own.
 
     An overflow in a re-run asks for a cut. Where none is found, or in a first execution, it asks for an event at w, the first
-    execution at or next after it; if that is there, for one at w - 1.
+    execution at or next after it; if that is there, for one at w - 1. Of a large overflow that would only move to the ops after
+    w, so it asks for one event more, where most of the stage's overflow is past.
 
     graph  that of the schedule, without the end
     most   events at most, fewer by one for each cut
@@ -76,6 +81,9 @@ def missing(
     over = [s for s, held in enumerate(held_bytes) if held > budget_bytes and isinstance(schedule[s], Compute)]
     over.sort(key=lambda s: -held_bytes[s])
     events, coming = model.events, next_first_runs(graph, schedule)
+    excess_bytes: list[dict[int, int]] = [{} for _ in range(len(events) + 1)]  # of each stage, by the next first execution
+    for s in over:
+        excess_bytes[bisect_left(events, coming[s])].setdefault(coming[s], held_bytes[s] - budget_bytes)
     more_events: list[int] = []
     more_cuts: list[StageCut] = []
     stages: set[int] = set()
@@ -83,7 +91,7 @@ def missing(
         step = schedule[s]
         assert isinstance(step, Compute)
         w = coming[s]
-        stage = sum(t < w for t in events)
+        stage = bisect_left(events, w)
         if stage in stages:
             continue
         if step.op != w and 0 < stage < len(events):
@@ -96,7 +104,17 @@ def missing(
         if wanted and (step.op != w or wanted[0] == w):
             stages.add(stage)
             more_events.append(wanted[0])
+            later = _passed(excess_bytes[stage])
+            if held_bytes[s] > LARGE * budget_bytes and later not in (*events, wanted[0]):
+                more_events.append(later)
     return more_events[: max(0, most - len(more_cuts))], more_cuts
+
+
+def _passed(excess_bytes: Mapping[int, int]) -> int:
+    """The op by which a share PASSED of the excess is past."""
+    ops = sorted(excess_bytes)
+    sums = list(itertools.accumulate(excess_bytes[w] for w in ops))
+    return ops[bisect_left(sums, PASSED * sums[-1])]
 
 
 def next_first_runs(graph: Graph, schedule: Schedule) -> list[int]:

@@ -44,7 +44,7 @@ from graphs.ir import Graph, Op
 from planner.milp import Answer, Milp
 
 SCALE = 1e6  # times and bytes are divided so that totals are about this; HiGHS works to an absolute 1e-6
-TINY = 1e-5  # share of the budget that all values without variables may take together
+TINY = 1e-5  # share of the budget that all values without variables may take together where the last bit of a bound counts
 
 SPAN_VARIABLES = 15_000  # Z variables of one model at most; the longest spans come first, then the shortest
 
@@ -115,14 +115,19 @@ class StageModel:
         return self.graph.keep_all_time_ns + max(0, math.ceil(extra_ns / grain) * grain)
 
 
-def stage_model(graph: Graph, budget_bytes: int, events: Sequence[int], cuts: Sequence[StageCut] = ()) -> StageModel:
-    """Build the MILP of a graph with an end, for stages at ``events`` (ascending), and with ``cuts``, each at one of them."""
+def stage_model(
+    graph: Graph, budget_bytes: int, events: Sequence[int], cuts: Sequence[StageCut] = (), *, tiny_share: float = TINY
+) -> StageModel:
+    """Build the MILP of a graph with an end, for stages at ``events`` (ascending), and with ``cuts``, each at one of them.
+
+    tiny_share  of the budget, what all values without variables may take together
+    """
     milp = Milp()
     producer = graph.producer
     size = [value.size_bytes for value in graph.values]
     unit_ns = _unit((op.time_ns for op in graph.ops), graph.keep_all_time_ns)
     unit_bytes = _unit(size, budget_bytes)
-    tiny = _tiny(graph, budget_bytes)
+    tiny = _tiny(graph, tiny_share * budget_bytes)
     needed = [_needed(graph, t, tiny) for t in events]
     running = [{x for x in (*graph.ops[t].inputs, *graph.ops[t].outputs) if producer[x] >= 0} for t in events]
 
@@ -309,9 +314,8 @@ def _needed(graph: Graph, t: int, tiny: frozenset[int]) -> set[int]:
     return need
 
 
-def _tiny(graph: Graph, budget_bytes: int) -> frozenset[int]:
-    """The smallest values, as many as fit together in a share TINY of the budget."""
-    room = TINY * budget_bytes
+def _tiny(graph: Graph, room: float) -> frozenset[int]:
+    """The smallest values, as many as fit together in ``room`` bytes."""
     tiny = []
     for size, x in sorted((value.size_bytes, x) for x, value in enumerate(graph.values) if x not in graph.resident):
         room -= size

@@ -8,11 +8,12 @@ from random import Random
 import pytest
 
 from graphs.ir import Graph, Op, Value
+from graphs.synthetic import chain
 from planner import pseudo_boolean, stage_cuts
 from planner.milp import Answer, Outcome
 from planner.schedule import with_frees
 from planner.simulate import simulate
-from planner.stage_cuts import broken_cut, fitting_walk, missing
+from planner.stage_cuts import broken_cut, fitting_walk, missing, next_first_runs
 from planner.stage_model import StageCut, StageModel, stage_model, walk, with_end
 from tests.oracles import least_time
 from tests.strategies import budget_range, random_graph
@@ -126,6 +127,25 @@ def test_walks_keep_what_only_an_effect_made() -> None:
         assert all(sequence.count(v) == 1 for v in once), seed
         read_again += any(len(graph.consumers[x]) > 1 for v in once for x in graph.ops[v].outputs)
     assert read_again >= 10
+
+
+def test_a_large_overflow_asks_for_an_event_where_most_of_it_is_past() -> None:
+    graph = chain(40)
+    closed = with_end(graph)
+    for budget_bytes, is_large in ((8, True), (30, False)):
+        model = stage_model(closed, budget_bytes, [40])
+        answer = solved(model)
+        schedule = with_frees(graph, fitting_walk(model, answer, graph, budget_bytes))
+        held_bytes, coming = simulate(graph, schedule).memory_bytes, next_first_runs(graph, schedule)
+        assert (max(held_bytes) > 2 * budget_bytes) == is_large
+        events, _ = missing(model, answer, graph, schedule, budget_bytes, [], 2)
+        assert len(events) == 1 + is_large
+        assert missing(model, answer, graph, schedule, budget_bytes, [], 1)[0] == events[:1]
+        if is_large:
+            worst = {w: max(h for h, u in zip(held_bytes, coming, strict=True) if u == w) - budget_bytes for w in set(coming)}
+            untils = (events[1] - 1, events[1], len(graph.ops))
+            past = [sum(max(0, e) for w, e in worst.items() if w <= until) for until in untils]
+            assert past[0] < 2 / 3 * past[2] <= past[1]
 
 
 @pytest.mark.parametrize("budget_bytes", [LEAST_BYTES, LEAST_BYTES - 1])

@@ -30,7 +30,7 @@ from planner.result import Plan
 from planner.schedule import Schedule, computes, first_runs, in_graph_order, keep_all, put_in_graph_order, renumbered, with_frees
 from planner.simulate import simulate
 from planner.stage_cuts import fitting_walk, missing, next_first_runs
-from planner.stage_model import StageCut, StageModel, stage_model, walk, with_end
+from planner.stage_model import TINY, StageCut, StageModel, stage_model, walk, with_end
 
 if TYPE_CHECKING:
     from planner.walk_search import WalkSearch
@@ -66,6 +66,7 @@ EXACT = 0.02  # to this share of the asked gap, where that takes
 FINEST = 1e-9  # nor is any MILP solved more exactly than to this share of the keep-all time
 CHEAP_EFFORT = 0.5  # no more than about so many seconds' work
 COARSE, SAT_COARSE = 0.25, 0.1  # and what is not, first to this share of the distance between bound and incumbent
+TINY_GAP, MOST_TINY = 0.1, 1e-3  # share of the budget, per gap and at most, that values without variables take at first
 
 
 def solve(
@@ -172,8 +173,9 @@ def _rounds(search: _Search, tightest: int) -> bool:
     finest_ns = max(EXACT * search.gap, FINEST) * search.base
     sequence: list[int] = []
     refined = 0
+    tiny_share = max(TINY, min(MOST_TINY, TINY_GAP * search.gap))
     for round_ in itertools.count(1):
-        model = stage_model(closed_graph, search.budget_bytes, events, cuts)
+        model = stage_model(closed_graph, search.budget_bytes, events, cuts, tiny_share=tiny_share)
         cheap = round_ <= CHEAP_ROUNDS and len(model.milp.cost) <= CHEAP_VARIABLES
         aim = EXACT * search.gap if cheap else search.gap
         tolerance_ns = finest_ns
@@ -219,6 +221,8 @@ def _rounds(search: _Search, tightest: int) -> bool:
             refined = 0
         elif relaxed:
             search.stalled = STALLED
+        elif tiny_share > TINY:
+            tiny_share = TINY
         elif tolerance_ns > finest_ns:
             refined += 1
         else:
