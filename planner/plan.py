@@ -147,6 +147,8 @@ def solve_halves(graph: Graph, budget_bytes: int, *, gap: float = 0.0, time_limi
         if not fitting:
             return replace(found, wall_s=wall_s, notes={**found.notes, "halves": "does not fit with new buffers kept"})
         schedule = min(fitting, key=lambda other: simulate(graph, other).time_ns)
+        if notes.pop("order_bound_ns", None) is not None and not in_graph_order(computes(schedule)):  # that of fewer bytes
+            notes["order_bound_ns"] = found.notes.get("order_bound_ns", found.bound_ns)
     return Plan.of(
         graph,
         budget_bytes,

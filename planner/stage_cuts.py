@@ -20,7 +20,7 @@ from planner.schedule import Compute, Schedule, with_frees
 from planner.simulate import simulate
 from planner.stage_model import StageCut, StageModel, walk
 
-LARGE = 2.0  # times the budget, what a stage holds that asks for two events
+LARGE = 2.0  # times the budget, what a stage holds that asks for two events at first
 PASSED = 2 / 3  # share of its overflow that is before the second
 MOST_RUNS = 12  # re-runs that are looked at together; of more, those that take most
 MOST_STATES = 3_000  # sets of them at most; where that does not tell, there is no cut
@@ -67,15 +67,18 @@ def missing(
     budget_bytes: int,
     cuts: Collection[StageCut],
     most: int,
+    *,
+    large: float = LARGE,
 ) -> tuple[list[int], list[StageCut]]:
     """New events and cuts for the worst overflows of a schedule that walks along a solution, each in a stage of its own.
 
     An overflow in a re-run asks for a cut. Where none is found, or in a first execution, it asks for an event at w, the first
-    execution at or next after it; if that is there, for one at w - 1. Of a large overflow that would only move to the ops after
-    w, so it asks for one event more, where most of the stage's overflow is past.
+    execution at or next after it; if that is there, for one at w - 1. A large overflow may only move to the ops after w, so it
+    asks for one event more, where most of the stage's overflow is past.
 
     graph  that of the schedule, without the end
     most   events at most, fewer by one for each cut
+    large  times the budget, what is held in an overflow that is large
     """
     held_bytes = simulate(graph, schedule).memory_bytes
     over = [s for s, held in enumerate(held_bytes) if held > budget_bytes and isinstance(schedule[s], Compute)]
@@ -105,7 +108,7 @@ def missing(
             stages.add(stage)
             more_events.append(wanted[0])
             later = _passed(excess_bytes[stage])
-            if held_bytes[s] > LARGE * budget_bytes and later not in (*events, wanted[0]):
+            if held_bytes[s] > large * budget_bytes and later not in (*events, wanted[0]):
                 more_events.append(later)
     return more_events[: max(0, most - len(more_cuts))], more_cuts
 

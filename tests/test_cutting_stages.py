@@ -216,6 +216,26 @@ def test_relaxations_find_events_before_any_milp_does(monkeypatch: pytest.Monkey
     assert exact.bound_ns <= found.time_ns
 
 
+@pytest.mark.parametrize("helps", [True, False])
+def test_second_events_stay_where_they_raise_the_bound(helps: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, ...]] = []
+    whole = cutting_stages._relax
+
+    def relax(search: Any, model: Any, latest: Any) -> Any:
+        answer = whole(search, model, latest)
+        search.stalled = 0 if helps else 1
+        asked.append(model.events)
+        return answer
+
+    monkeypatch.setattr(cutting_stages, "SAT_VARIABLES", 0)
+    monkeypatch.setattr(cutting_stages, "PARTS", 1.0)
+    monkeypatch.setattr(cutting_stages, "_relax", relax)
+    solve(chain(40), 8, gap=0.0, time_limit_s=4)
+    gone = set(asked[0]).difference(*asked[1:])
+    assert len(asked[0]) == 3 and len(asked) > 1
+    assert gone == (set() if helps else {max(asked[0])})
+
+
 def test_that_nothing_fits_is_not_for_a_relaxation_to_say(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = random_training(20, 1)
     budget_bytes = int(0.7 * simulate(graph, keep_all(graph)).peak_bytes)

@@ -163,6 +163,7 @@ def _solve_in(search: _Search, start: Schedule, order: list[int]) -> None:
         if inner.best is not None:
             search.offer(renumbered(inner.best, order), f"{inner.notes['found_by']}, in another order")
         search.tell_cut_short("cut_short" in inner.notes)
+        search.notes.pop("stopped", None)  # that nothing fits in the graph's own order
         search.notes.update({key: inner.notes[key] for key in ("events", "cuts", "rounds", "stopped") if key in inner.notes})
 
 
@@ -173,6 +174,7 @@ def _rounds(search: _Search, tightest: int) -> bool:
     finest_ns = max(EXACT * search.gap, FINEST) * search.base
     sequence: list[int] = []
     refined = 0
+    seconds: set[int] | None = set()  # what large overflows asked for beside their worst op, in the round before; None: no more
     tiny_share = max(TINY, min(MOST_TINY, TINY_GAP * search.gap))
     for round_ in itertools.count(1):
         model = stage_model(closed_graph, search.budget_bytes, events, cuts, tiny_share=tiny_share)
@@ -214,9 +216,16 @@ def _rounds(search: _Search, tightest: int) -> bool:
         if search.done(aim):
             return False
 
-        more_events, more_cuts = missing(model, answer, graph, schedule, search.budget_bytes, cuts, NEW_PER_ROUND)
+        more = partial(missing, model, answer, graph, schedule, search.budget_bytes, cuts, NEW_PER_ROUND)
+        more_events, more_cuts = more(large=math.inf)
+        if seconds is not None:
+            if search.stalled:  # two events at once raise the bound no more than one would
+                events, cuts, seconds = [t for t in events if t not in seconds], [c for c in cuts if c.w not in seconds], None
+            else:
+                single, (more_events, more_cuts) = more_events, more()
+                seconds = set(more_events).difference(single)
         events = sorted((*events, *more_events))
-        cuts.extend(more_cuts)
+        cuts.extend(cut for cut in more_cuts if cut.w in events)
         if more_events or more_cuts:
             refined = 0
         elif relaxed:
