@@ -194,7 +194,7 @@ class BlockSolver:
             trace = simulate(graph, schedule)
             if trace.peak_bytes <= peak_bytes:
                 return runs, answer.outcome is Outcome.SOLVED
-            more_events, more_cuts = missing(model, answer, graph, schedule, peak_bytes, cuts, 1)
+            more_events, _, more_cuts = missing(model, answer, graph, schedule, peak_bytes, cuts, 1)
             if not more_events and not more_cuts:
                 break
             events = sorted((*events, *more_events))

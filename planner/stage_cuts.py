@@ -69,12 +69,12 @@ def missing(
     most: int,
     *,
     large: float = LARGE,
-) -> tuple[list[int], list[StageCut]]:
+) -> tuple[list[int], list[int], list[StageCut]]:
     """New events and cuts for the worst overflows of a schedule that walks along a solution, each in a stage of its own.
 
     An overflow in a re-run asks for a cut. Where none is found, or in a first execution, it asks for an event at w, the first
     execution at or next after it; if that is there, for one at w - 1. A large overflow may only move to the ops after w, so it
-    asks for one event more, where most of the stage's overflow is past.
+    asks for a second one, where most of the stage's overflow is past. Between events and cuts are told those that are second.
 
     graph  that of the schedule, without the end
     most   events at most, fewer by one for each cut
@@ -84,10 +84,8 @@ def missing(
     over = [s for s, held in enumerate(held_bytes) if held > budget_bytes and isinstance(schedule[s], Compute)]
     over.sort(key=lambda s: -held_bytes[s])
     events, coming = model.events, next_first_runs(graph, schedule)
-    excess_bytes: list[dict[int, int]] = [{} for _ in range(len(events) + 1)]  # of each stage, by the next first execution
-    for s in over:
-        excess_bytes[bisect_left(events, coming[s])].setdefault(coming[s], held_bytes[s] - budget_bytes)
     more_events: list[int] = []
+    seconds: list[int] = []
     more_cuts: list[StageCut] = []
     stages: set[int] = set()
     for s in over:
@@ -107,10 +105,14 @@ def missing(
         if wanted and (step.op != w or wanted[0] == w):
             stages.add(stage)
             more_events.append(wanted[0])
-            later = _passed(excess_bytes[stage])
-            if held_bytes[s] > large * budget_bytes and later not in (*events, wanted[0]):
-                more_events.append(later)
-    return more_events[: max(0, most - len(more_cuts))], more_cuts
+            if held_bytes[s] > large * budget_bytes:
+                inside = (r for r in reversed(over) if bisect_left(events, coming[r]) == stage)  # the most of an op comes last
+                later = _passed({coming[r]: held_bytes[r] - budget_bytes for r in inside})
+                if later not in (*events, wanted[0]):
+                    more_events.append(later)
+                    seconds.append(later)
+    more_events = more_events[: max(0, most - len(more_cuts))]
+    return more_events, [t for t in seconds if t in more_events], more_cuts
 
 
 def _passed(excess_bytes: Mapping[int, int]) -> int:

@@ -138,8 +138,8 @@ def test_a_large_overflow_asks_for_an_event_where_most_of_it_is_past() -> None:
         schedule = with_frees(graph, fitting_walk(model, answer, graph, budget_bytes))
         held_bytes, coming = simulate(graph, schedule).memory_bytes, next_first_runs(graph, schedule)
         assert (max(held_bytes) > 2 * budget_bytes) == is_large
-        events, _ = missing(model, answer, graph, schedule, budget_bytes, [], 2)
-        assert len(events) == 1 + is_large
+        events, seconds, _ = missing(model, answer, graph, schedule, budget_bytes, [], 2)
+        assert len(events) == 1 + is_large and seconds == events[1:]
         assert missing(model, answer, graph, schedule, budget_bytes, [], 1)[0] == events[:1]
         if is_large:
             worst = {w: max(h for h, u in zip(held_bytes, coming, strict=True) if u == w) - budget_bytes for w in set(coming)}
@@ -159,7 +159,7 @@ def test_overflows_ask_for_events_and_cuts_until_it_fits_or_cannot(budget_bytes:
         if answer.values is None:
             break
         schedule = with_frees(graph, fitting_walk(model, answer, graph, budget_bytes))
-        more_events, more_cuts = missing(model, answer, graph, schedule, budget_bytes, cuts, 2)
+        more_events, _, more_cuts = missing(model, answer, graph, schedule, budget_bytes, cuts, 2)
         if not more_events and not more_cuts:
             break
         events = sorted((*events, *more_events))

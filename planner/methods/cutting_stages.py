@@ -29,7 +29,7 @@ from planner.pebbling import least_peak
 from planner.result import Plan
 from planner.schedule import Schedule, computes, first_runs, in_graph_order, keep_all, put_in_graph_order, renumbered, with_frees
 from planner.simulate import simulate
-from planner.stage_cuts import fitting_walk, missing, next_first_runs
+from planner.stage_cuts import LARGE, fitting_walk, missing, next_first_runs
 from planner.stage_model import TINY, StageCut, StageModel, stage_model, walk, with_end
 
 if TYPE_CHECKING:
@@ -174,7 +174,7 @@ def _rounds(search: _Search, tightest: int) -> bool:
     finest_ns = max(EXACT * search.gap, FINEST) * search.base
     sequence: list[int] = []
     refined = 0
-    seconds: set[int] | None = set()  # what large overflows asked for beside their worst op, in the round before; None: no more
+    large, seconds = LARGE, list[int]()  # what overflow asks for second events; those of the round before
     tiny_share = max(TINY, min(MOST_TINY, TINY_GAP * search.gap))
     for round_ in itertools.count(1):
         model = stage_model(closed_graph, search.budget_bytes, events, cuts, tiny_share=tiny_share)
@@ -216,16 +216,14 @@ def _rounds(search: _Search, tightest: int) -> bool:
         if search.done(aim):
             return False
 
-        more = partial(missing, model, answer, graph, schedule, search.budget_bytes, cuts, NEW_PER_ROUND)
-        more_events, more_cuts = more(large=math.inf)
-        if seconds is not None:
-            if search.stalled:  # two events at once raise the bound no more than one would
-                events, cuts, seconds = [t for t in events if t not in seconds], [c for c in cuts if c.w not in seconds], None
-            else:
-                single, (more_events, more_cuts) = more_events, more()
-                seconds = set(more_events).difference(single)
-        events = sorted((*events, *more_events))
-        cuts.extend(cut for cut in more_cuts if cut.w in events)
+        gone = []
+        if search.stalled:  # two events at once raise the bound no more than one would
+            gone, large = seconds, math.inf
+        more_events, seconds, more_cuts = missing(
+            model, answer, graph, schedule, search.budget_bytes, cuts, NEW_PER_ROUND, large=large
+        )
+        events = sorted({*events, *more_events}.difference(gone))
+        cuts = [cut for cut in (*cuts, *more_cuts) if cut.w in events]
         if more_events or more_cuts:
             refined = 0
         elif relaxed:
@@ -445,9 +443,8 @@ class _Search(Incumbent):
     chained: bool = field(default=False, init=False)
     relaxes: bool = field(default=True, init=False)  # whether relaxations are worth their time
     stalled: int = field(default=0, init=False)  # how many of them in a row have hardly raised the bound
-    solved_order: list[int] = field(
-        default_factory=list, init=False
-    )  # other than the graph's: what ``restricted_bound_ns`` is of
+    # What ``restricted_bound_ns`` is of, where that is not the graph's order.
+    solved_order: list[int] = field(default_factory=list, init=False)
 
     @cached_property
     def walks(self) -> WalkSearch:
