@@ -93,6 +93,17 @@ class Incumbent:
         self.notes["stopped"] = "time limit"
         return True
 
+    def exhausted(self) -> bool:
+        """Whether no order can be much better than the best one, or time is up, which the notes then say."""
+        base = self.graph.keep_all_time_ns
+        close = self.time_ns is not None and self.time_ns - base <= self.gap * self.time_ns
+        return close or self.out_of_time()
+
+    def tell_cut_short(self, is_so: bool) -> None:
+        """Note that the clock ended some part of the search, so that it may not repeat."""
+        if is_so:
+            self.notes["cut_short"] = True
+
     def plan(self, method: str, *, seed: int, bound_ns: int | None = None) -> Plan:
         """The Plan at the end: for the incumbent, with the notes; INFEASIBLE where ``notes["infeasible"]`` says why.
 

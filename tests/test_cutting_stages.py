@@ -15,7 +15,7 @@ import planner.stage_model
 from graphs import Graph, Op, Value
 from graphs.importers import load_checkmate
 from graphs.synthetic import chain, random_layered, random_training
-from planner import Status, keep_all, plan, pseudo_boolean, simulate, solve
+from planner import Status, keep_all, order_search, plan, pseudo_boolean, simulate, solve
 from planner.bounds import least_bytes, smallest_known
 from planner.methods import cutting_stages
 from planner.milp import Answer, Milp, Outcome
@@ -419,7 +419,7 @@ def test_any_order_is_cheaper_where_the_given_one_is_poor() -> None:
 
 
 def test_what_has_another_order_is_solved_in_that_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cutting_stages, "COOLER_MOVES", 200_000)
+    monkeypatch.setattr(order_search, "MORE_MOVES", 200_000)
     graph = random_layered("RL1", seed=8)
     budget_bytes = int(0.7 * simulate(graph, keep_all(graph)).peak_bytes)
     annealed = solve(graph, budget_bytes, method="annealing", moves=300_000, time_limit_s=20, seed=1)

@@ -20,11 +20,11 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 from graphs.ir import Graph
-from planner.annealing import COOLER, ROUNDS, Annealer, Round, anneal
 from planner.block_chain import block_schedule, is_chain
 from planner.incumbent import Incumbent
 from planner.loading import annealed_walks, undisturbed, walk_search
 from planner.milp import Answer, Outcome
+from planner.order_search import anneal_on, search_orders
 from planner.pebbling import least_peak
 from planner.result import Plan
 from planner.schedule import Schedule, computes, first_runs, in_graph_order, keep_all, put_in_graph_order, renumbered, with_frees
@@ -51,10 +51,9 @@ BEYOND_WORK = 100_000  # between two looks at the clock where a MILP takes longe
 # Blocks are tried after so many rounds, or at once where nothing fits so far, for this share of the time that is left.
 BLOCKS_ROUND, BLOCKS_SHARE, FINE_GRID, BLOCKS_WORK = 3, 0.15, {"peaks": 6, "saves": 12}, 4_000_000
 PEBBLE_STATES, PEBBLE_SHARE = 20_000, 0.15  # sets of values to visit, share of the time left, at most, where nothing fits so far
-# Annealing, of the time that is left at most. It is for graphs without a backward pass, on which list walks do poorly, for
-# budgets where nothing fits so far, and where any order will do.
-ANNEAL_SHARE, ANNEAL_MOVES = 0.4, 8_000_000
-COOLER_MOVES = 2_000_000  # from the best schedule, at one temperature
+# Of the time that is left at most: annealing, for graphs without a backward pass, on which list walks do poorly, or in any order
+# where nothing fits so far; search among all orders, where any will do.
+ANNEAL_SHARE, ORDERS_SHARE = 0.4, 0.75
 WALKS_SHARE = 0.2  # of the time left, for their first list walks
 LAST_S = 0.5  # for list walks where there was no time to look for anything
 IDLE_ROUNDS = 4  # stop after as many searches in a row that found nothing
@@ -129,7 +128,7 @@ def _run(search: _Search, start: Schedule | None) -> None:
     if start is not None:
         search.offer(start, "start")
     if search.any_order and not search.done():
-        _anneal(search, range(len(search.graph.ops)))
+        _reorder(search, ORDERS_SHARE, anew=True)
     if search.done():
         return
     tightest = next_first_runs(graph, whole)[simulate(graph, whole).peak_step]
@@ -137,22 +136,31 @@ def _run(search: _Search, start: Schedule | None) -> None:
         _search_on(search)
 
 
+def _reorder(search: _Search, share: float, *, anew: bool = False) -> None:
+    """Search among all orders, for a share of the time left; list walks go on from what that finds in graph order.
+
+    anew  not from the best schedule on
+    """
+    search_orders(search, search.seed, time.perf_counter() + share * search.left_s, anew=anew)
+    if search.best is not None:
+        search.follow(list(computes(search.best)))
+
+
 def _go_on(search: _Search) -> None:
     """Where the best schedule has another order of first executions: solve for that one, and look for a better one from there."""
     while search.best is not None and not search.exhausted():
         order = search.order_of_best
-        if order == search.solved_order or in_graph_order(order):
+        if order == search.solved_order or not search.elsewhere:
             break
         _solve_in(search, search.best, order)
-        for number, round_ in enumerate(COOLER, start=1):
-            if not search.exhausted():
-                _anneal(search, list(computes(search.best)), COOLER_MOVES, (round_,), draw=number)
+        if not search.exhausted():
+            _reorder(search, ORDERS_SHARE)
 
 
 def _solve_in(search: _Search, start: Schedule, order: list[int]) -> None:
     """Solve for the order of first executions that a schedule has."""
     graph = search.graph.in_order(order)
-    inner = _Search(graph, search.budget_bytes, search.gap, search.left_s, search.progress, seed=search.seed)
+    inner = _Search(graph, search.budget_bytes, search.gap, search.left_s, search.progress, seed=search.seed, nested=True)
     try:
         _run(inner, renumbered(start, {v: i for i, v in enumerate(order)}))
     finally:
@@ -206,7 +214,7 @@ def _rounds(search: _Search, tightest: int) -> bool:
             return False
         if round_ == BLOCKS_ROUND:
             _blocks(search)
-        if round_ == 1:
+        if round_ == 1 and not search.elsewhere:
             guide = None if answer.values is None else partial(_guide, search, closed_graph, tightest)
             if not _first_schedules(search, guide):
                 return False
@@ -239,13 +247,14 @@ def _rounds(search: _Search, tightest: int) -> bool:
 
 def _first_schedules(search: _Search, guide: Callable[[float], None] | None) -> bool:
     """Look for schedules that fit by all means but MILPs; False where it turns out that there are none."""
-    if not search.trained and not search.done():
-        _anneal(search, range(len(search.graph.ops)), keep_order=True)
+    if not search.trained and not search.nested and not search.done():
+        ended = anneal_on(search, range(len(search.graph.ops)), search.seed, ANNEAL_SHARE * search.left_s, keep_order=True)
+        search.follow(ended.runs)
     until = search.deadline if search.trained else time.perf_counter() + WALKS_SHARE * search.left_s
     search.begin_walks(until)
     if search.best is not None:
         search.follow(list(computes(search.best)))
-    if guide is not None:
+    if guide is not None and not search.nested:
         guide(until)
     search.tell_cut_short(time.perf_counter() >= until)
     if search.time_ns is None and not _pebble(search):
@@ -253,7 +262,7 @@ def _first_schedules(search: _Search, guide: Callable[[float], None] | None) -> 
     if search.time_ns is None:
         _blocks(search)
     if search.time_ns is None and not search.done():
-        _anneal(search, range(len(search.graph.ops)))
+        _reorder(search, ANNEAL_SHARE, anew=True)
     return True
 
 
@@ -291,29 +300,6 @@ def _pebble(search: _Search) -> bool:
     if schedule is not None:
         search.offer(schedule, "pebbling")
     return True
-
-
-def _anneal(
-    search: _Search,
-    runs: Sequence[int],
-    moves: int = ANNEAL_MOVES,
-    rounds: Sequence[Round] = ROUNDS,
-    *,
-    keep_order: bool = False,
-    draw: int = 0,
-) -> None:
-    """Let annealing find something (cheaper) that fits, in the graph's order of first executions or in any, from ``runs`` on."""
-    graph = search.graph
-    annealer = Annealer(graph, runs, search.budget_bytes, search.seed + draw, keep_order=keep_order)
-    found = Incumbent(graph, search.budget_bytes, search.gap, ANNEAL_SHARE * search.left_s)
-    try:
-        anneal(found, annealer, moves, rounds)
-    finally:
-        search.tell_cut_short("cut_short" in found.notes)
-        if found.best is not None:
-            search.offer(found.best, "annealing" if keep_order else "annealing, in another order")
-    if found.best is not None:
-        search.follow(list(computes(found.best)))
 
 
 def _guide(search: _Search, closed_graph: Graph, event: int, until: float) -> None:
@@ -439,6 +425,7 @@ class _Search(Incumbent):
 
     seed: int
     any_order: bool = False
+    nested: bool = False  # in another order than that of the graph that is asked about, which annealing has ended in
     begun: bool = field(default=False, init=False)
     chained: bool = field(default=False, init=False)
     relaxes: bool = field(default=True, init=False)  # whether relaxations are worth their time
@@ -473,20 +460,15 @@ class _Search(Incumbent):
         """First executions of the best schedule."""
         return [] if self.best is None else first_runs(computes(self.best))
 
-    def exhausted(self) -> bool:
-        """Whether no order can be much better than the best one, or time is up, which the notes then say."""
-        close = self.time_ns is not None and self.time_ns - self.base <= self.gap * self.time_ns
-        return close or self.out_of_time()
+    @property
+    def elsewhere(self) -> bool:
+        """Whether the best schedule has another order of first executions than the graph."""
+        return not in_graph_order(self.order_of_best)
 
     @property
     def distance_ns(self) -> float:
         """From the best bound to the best schedule; without a schedule, 1 % of the keep-all time."""
         return 0.01 * self.base if self.time_ns is None else self.time_ns - self.searched_ns
-
-    def tell_cut_short(self, is_so: bool) -> None:
-        """Note that the clock ended some part of the search, so that it may not repeat."""
-        if is_so:
-            self.notes["cut_short"] = True
 
     def begin_walks(self, deadline: float) -> None:
         """Walk along the graph order, once."""
