@@ -37,8 +37,8 @@ LAYERED = """
 # Random layered graphs
 
 Ten of each kind (`benchmarks/layered.jsonl`, made by `python -m belady.bench_layered`), budgets as shares of the keep-all peak in
-the order they come in, which is random. Free: planned by `annealing`. Kept: by `cutting_stages`, which takes another order where
-nothing fits in that, and then has only the keep-all time for a bound. CPU seconds: median / most.
+the order they come in, which is random. Free: in any order (`any_order`), for which the keep-all time is the bound. Kept: in their
+own, or in another where nothing fits in that. Seconds: median / most.
 
 """
 
@@ -151,10 +151,10 @@ def layered(rows: Sequence[Row]) -> str:
                 f"{len(found)} of {len(mine)}" + (f", {reordered} in another order" if order == "kept" and reordered else ""),
                 middle_and_most(overheads),
                 middle_and_most(gaps),
-                f"{median(row['cpu_s'] for row in mine):.1f} / {max(row['cpu_s'] for row in mine):.1f}",
+                f"{median(row['wall_s'] for row in mine):.1f} / {max(row['wall_s'] for row in mine):.1f}",
             )
         )
-    header = ("graphs", "ops", "order", "budget", "found", "overhead, median / most", "gap, median / most", "CPU seconds")
+    header = ("graphs", "ops", "order", "budget", "found", "overhead, median / most", "gap, median / most", "seconds")
     return table(header, lines)
 
 
