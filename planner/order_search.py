@@ -31,10 +31,7 @@ IDLE = 12  # turns in a row that find nothing cheaper
 
 
 class Ended(NamedTuple):
-    """Where annealing ended; less is better.
-
-    excess_bytes  the sum over its runs of what they hold beyond the budget
-    """
+    """Where annealing ended; ``excess_bytes`` is the sum over its runs of what they hold beyond the budget."""
 
     excess_bytes: int
     time_ns: int
@@ -89,7 +86,8 @@ def search_orders(search: Incumbent, seed: int, deadline: float, *, anew: bool) 
         ended = anneal_on(search, start, seed + turn, deadline - time.perf_counter(), MORE_MOVES, (MEND[turn % len(MEND)],))
         if ended.excess_bytes:
             ended = _mended(search, ended, seed, deadline)
-        best, idle = (ended, 0) if ended < best else (best, idle + 1)
+        is_better = (ended.excess_bytes, ended.time_ns) < (best.excess_bytes, best.time_ns)
+        best, idle = (ended, 0) if is_better else (best, idle + 1)
     search.tell_cut_short(time.perf_counter() >= deadline)
 
 

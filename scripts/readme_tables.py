@@ -37,8 +37,8 @@ LAYERED = """
 # Random layered graphs
 
 Ten of each kind (`benchmarks/layered.jsonl`, made by `python -m belady.bench_layered`), budgets as shares of the keep-all peak in
-the order they come in, which is random. Free: in any order (`any_order`), for which the keep-all time is the bound. Kept: in their
-own, or in another where nothing fits in that. Seconds: median / most.
+the order they come in, which is random. Free: in any order, with the keep-all time as the bound (`any_order`). Kept: in their own
+order, or in another where nothing fits in that. Seconds: median / most.
 
 """
 

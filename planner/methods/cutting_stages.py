@@ -5,7 +5,8 @@ every schedule that keeps the graph's order of first executions, and its solutio
 the bound. Where the walk overflows the budget, the overflow says which event was missing, or which cut for what happens between
 two (``planner.stage_cuts``); each round adds some. Where the relaxation's solution is nearly whole, it serves as well.
 Meanwhile list walks along that walk, and a search among them (``planner.walk_search``), find schedules that do fit, and so does
-a chain of blocks (``planner.block_chain``). Where the best schedule has another order than the graph, all of it is done for that.
+a chain of blocks (``planner.block_chain``). Where any order will do, or nothing fits in the graph's, others are searched
+(``planner.order_search``); where the best schedule has another order than the graph, all of this is done for that.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ def solve(
     gap           stop when (time - bound) / time is at most this; small graphs are solved more exactly where that is cheap
     time_limit_s  stop after this long; Ctrl-C stops at once. Either way the best schedule and bound so far are returned
     start         a schedule to begin with; its order of first executions may be another
-    any_order     first try by annealing whether another order of first executions is cheaper than this one's bound; without, a
+    any_order     first search among all orders of first executions for one that is cheaper than this one's bound; without, a
                   schedule in another order is taken only where it is the start, or none in graph order is known. From one that
                   is taken the search goes on, through other orders too
     progress      called as ``progress(time_ns=..., bound_ns=..., phase=...)`` where one of them changed (None: not known)
