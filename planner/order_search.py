@@ -25,8 +25,9 @@ from planner.stage_model import StageCut, stage_model, with_end
 MOVES, MORE_MOVES = 8_000_000, 500_000  # of the first annealing; of one from a walk: many short ones find more than few long ones
 EVENTS, NEW_EVENTS = 5, 2  # of a stage model whose solution is walked, at least; added at a time, at most
 TINY_SHARE = 1e-3  # of the budget, for values without variables
-# Shares of the budget for which the stage model chooses re-runs, in turn while the order stays: less leaves less to mend.
-SHARES = (1.0, 0.98, 0.96)
+# Shares of the budget for which the stage model chooses re-runs, in turn while the order stays: less leaves less to mend, which
+# counts most until something fits.
+SHARES, FITTING_SHARES = (1.0, 0.98, 0.96), (0.98, 0.95, 1.0)
 IDLE = 12  # turns in a row that find nothing cheaper
 
 
@@ -62,11 +63,13 @@ def anneal_on(
     return Ended(0, found.time_ns, list(computes(found.best)))
 
 
-def search_orders(search: Incumbent, seed: int, deadline: float, *, anew: bool) -> None:
+def search_orders(search: Incumbent, seed: int, deadline: float, *, anew: bool) -> list[int]:
     """Offer cheaper and cheaper schedules in whatever order, until some turns in a row find nothing.
 
     deadline  as ``time.perf_counter`` tells it
     anew      first anneal from the graph's order on; without, there must be a schedule, from which it goes on
+
+    Returns the best sequence; where nothing fits, the one that is least over the budget.
     """
     graph = search.graph
     best = anneal_on(search, range(len(graph.ops)), seed, deadline - time.perf_counter(), MOVES) if anew else None
@@ -81,7 +84,7 @@ def search_orders(search: Incumbent, seed: int, deadline: float, *, anew: bool) 
             break
         if first_runs(best.runs) != order:
             order = first_runs(best.runs)
-            walks = _walks(graph, order, search.budget_bytes, deadline)
+            walks = _walks(graph, order, search.budget_bytes, FITTING_SHARES if best.excess_bytes else SHARES, deadline)
         start = next(walks, best.runs)
         ended = anneal_on(search, start, seed + turn, deadline - time.perf_counter(), MORE_MOVES, (MEND[turn % len(MEND)],))
         if ended.excess_bytes:
@@ -89,15 +92,18 @@ def search_orders(search: Incumbent, seed: int, deadline: float, *, anew: bool) 
         is_better = (ended.excess_bytes, ended.time_ns) < (best.excess_bytes, best.time_ns)
         best, idle = (ended, 0) if is_better else (best, idle + 1)
     search.tell_cut_short(time.perf_counter() >= deadline)
+    return best.runs
 
 
-def _walks(graph: Graph, order: Sequence[int], budget_bytes: int, deadline: float) -> Iterator[list[int]]:
-    """Walks along relaxed solutions for one order, in ops of the graph."""
+def _walks(
+    graph: Graph, order: Sequence[int], budget_bytes: int, shares: Sequence[float], deadline: float
+) -> Iterator[list[int]]:
+    """Walks along relaxed solutions for one order, in ops of the graph; each for a share of the budget."""
     ordered = graph.in_order(order)
     closed = with_end(ordered)
     whole = keep_all(ordered)
     tightest = next_first_runs(ordered, whole)[simulate(ordered, whole).peak_step]
-    for share in SHARES:
+    for share in shares:
         target_bytes = int(share * budget_bytes)
         events, cuts, found = [tightest], list[StageCut](), list[int]()
         while time.perf_counter() < deadline:

@@ -77,7 +77,12 @@ def test_nothing_is_claimed_that_another_schedule_disproves(seed: int, budget: i
     found = solve(graph, budget, gap=0.0, time_limit_s=5)
     free, kept = least_time(graph, budget, keep_order=False), least_time(graph, budget, keep_order=True)
     assert free is not None and found.status is not Status.INFEASIBLE
-    assert found.status is not Status.OPTIMAL or (kept is not None and found.time_ns == kept[0])
+    if kept is None:
+        assert found.time_ns is not None and found.time_ns >= free[0]
+        assert found.notes["order"].endswith("in which no schedule fits") and "stopped" not in found.notes
+        assert found.status is not Status.OPTIMAL or found.time_ns == free[0]
+    else:
+        assert found.status is not Status.OPTIMAL or found.time_ns == kept[0]
 
 
 def test_below_the_least_budget_nothing_is_found() -> None:
@@ -434,6 +439,20 @@ def test_what_has_another_order_is_solved_in_that_order(monkeypatch: pytest.Monk
     assert found.time_ns - found.restricted_bound_ns <= 0.02 * found.time_ns
     renumbered = solve(graph.in_order(order), budget_bytes, gap=0.0, time_limit_s=3)
     assert renumbered.time_ns is None or renumbered.time_ns >= found.restricted_bound_ns
+
+
+def test_the_order_of_what_almost_fits_is_solved_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = random_layered("RL1", seed=8)
+    budget_bytes = int(0.7 * simulate(graph, keep_all(graph)).peak_bytes)
+    annealed = solve(graph, budget_bytes, method="annealing", moves=300_000, time_limit_s=20, seed=1)
+    assert annealed.schedule is not None
+    order = first_runs(computes(annealed.schedule))
+    assert simulate(graph, with_frees(graph, order)).peak_bytes > budget_bytes
+    monkeypatch.setattr(cutting_stages, "search_orders", lambda *_, **__: order)
+    found = solve(graph, budget_bytes, gap=0.02, time_limit_s=20, any_order=True)
+    assert found.schedule is not None and first_runs(computes(found.schedule)) == order
+    assert simulate(graph, found.schedule).peak_bytes <= budget_bytes
+    assert found.restricted_bound_ns is not None and found.restricted_bound_ns > graph.keep_all_time_ns
 
 
 def test_interrupted_in_another_order_it_keeps_what_was_found_there(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,9 +90,9 @@ def solve(
                   is taken the search goes on, through other orders too
     progress      called as ``progress(time_ns=..., bound_ns=..., phase=...)`` where one of them changed (None: not known)
 
-    The status is INFEASIBLE only where no schedule in any order fits; where none with this order does, it is UNKNOWN and
-    ``notes["stopped"]`` says so. A schedule in another order has the keep-all time as its bound; ``restricted_bound_ns`` is then
-    what is proved about its own order, and ``notes["order_bound_ns"]`` what is about the graph's.
+    The status is INFEASIBLE only where no schedule in any order fits; where none with this order does and none in another is
+    found, it is UNKNOWN and ``notes["stopped"]`` says so. A schedule in another order has the keep-all time as its bound;
+    ``restricted_bound_ns`` is then what is proved about its own order, and ``notes["order_bound_ns"]`` what is about the graph's.
     Unless the time limit struck (``notes["stopped"]``, or ``notes["cut_short"]`` for a part of the search), the same arguments
     give the same plan.
     """
@@ -112,10 +112,10 @@ def solve(
         if in_graph_order(computes(search.best)):
             bound_ns = min(bound_ns, search.time_ns)  # above it by the solver's rounding at most
         else:  # what holds for all orders is the keep-all time
-            search.notes["order"] = "first executions are not in graph order"
+            search.notes.setdefault("order", "first executions are not in graph order")
             search.notes["order_bound_ns"], bound_ns = bound_ns, graph.keep_all_time_ns
-        if search.order_of_best != search.solved_order:
-            search.restricted_bound_ns = None
+    if search.order_of_best != search.solved_order:
+        search.restricted_bound_ns = None
     return search.plan(METHOD, seed=seed, bound_ns=bound_ns)
 
 
@@ -140,28 +140,39 @@ def _run(search: _Search, start: Schedule | None) -> None:
 def _reorder(search: _Search, share: float, *, anew: bool = False) -> None:
     """Search among all orders, for a share of the time left; list walks go on from what that finds in graph order.
 
+    Where nothing fits, what is least over the budget has an order to solve for, for the same share of what is left then.
+
     anew  not from the best schedule on
     """
-    search_orders(search, search.seed, time.perf_counter() + share * search.left_s, anew=anew)
-    if search.best is not None:
-        search.follow(list(computes(search.best)))
+    runs = search_orders(search, search.seed, time.perf_counter() + share * search.left_s, anew=anew)
+    search.follow(runs)
+    if search.best is None and not in_graph_order(runs) and not search.done():
+        _solve_in(search, with_frees(search.graph, runs), share * search.left_s)
+
+
+def _elsewhere(search: _Search) -> None:
+    """Where nothing fits so far: try other orders."""
+    if search.best is None and not search.nested and not search.done():
+        _reorder(search, ANNEAL_SHARE, anew=True)
+        if search.best is not None:
+            search.notes.pop("stopped", None)  # that nothing fits in the graph's own order
 
 
 def _go_on(search: _Search) -> None:
     """Where the best schedule has another order of first executions: solve for that one, and look for a better one from there."""
     while search.best is not None and not search.exhausted():
-        order = search.order_of_best
-        if order == search.solved_order or not search.elsewhere:
+        if search.order_of_best == search.solved_order or not search.elsewhere:
             break
-        _solve_in(search, search.best, order)
+        _solve_in(search, search.best, search.left_s)
         if not search.exhausted():
             _reorder(search, ORDERS_SHARE)
 
 
-def _solve_in(search: _Search, start: Schedule, order: list[int]) -> None:
-    """Solve for the order of first executions that a schedule has."""
+def _solve_in(search: _Search, start: Schedule, time_limit_s: float) -> None:
+    """Solve for the order of first executions of a schedule, which need not fit."""
+    order = first_runs(computes(start))
     graph = search.graph.in_order(order)
-    inner = _Search(graph, search.budget_bytes, search.gap, search.left_s, search.progress, seed=search.seed, nested=True)
+    inner = _Search(graph, search.budget_bytes, search.gap, time_limit_s, search.progress, seed=search.seed, nested=True)
     try:
         _run(inner, renumbered(start, {v: i for i, v in enumerate(order)}))
     finally:
@@ -169,11 +180,11 @@ def _solve_in(search: _Search, start: Schedule, order: list[int]) -> None:
             inner.take_walk()  # on Ctrl-C, what the part under way has found
         proved_ns = min(inner.bound_ns, inner.time_ns or inner.bound_ns)
         search.solved_order, search.restricted_bound_ns = order, proved_ns if proved_ns > search.base else None
+        search.tell_cut_short("cut_short" in inner.notes)
         if inner.best is not None:
             search.offer(renumbered(inner.best, order), f"{inner.notes['found_by']}, in another order")
-        search.tell_cut_short("cut_short" in inner.notes)
-        search.notes.pop("stopped", None)  # that nothing fits in the graph's own order
-        search.notes.update({key: inner.notes[key] for key in ("events", "cuts", "rounds", "stopped") if key in inner.notes})
+            search.notes.pop("stopped", None)  # that nothing fits in the graph's own order
+            search.notes.update({key: inner.notes[key] for key in ("events", "cuts", "rounds", "stopped") if key in inner.notes})
 
 
 def _rounds(search: _Search, tightest: int) -> bool:
@@ -205,6 +216,9 @@ def _rounds(search: _Search, tightest: int) -> bool:
                 search.notes["infeasible"] = "no schedule fits, and no other order of first executions is valid"
             else:
                 search.notes["stopped"] = "no schedule with this order of first executions fits"
+                _elsewhere(search)
+                if search.best is not None:
+                    search.notes["order"] = "first executions are not in graph order, in which no schedule fits"
             return False
         search.raise_bound(model.bound_ns(answer), restricted=False)
         if answer.values is not None:
@@ -262,8 +276,7 @@ def _first_schedules(search: _Search, guide: Callable[[float], None] | None) -> 
         return False
     if search.time_ns is None:
         _blocks(search)
-    if search.time_ns is None and not search.done():
-        _reorder(search, ANNEAL_SHARE, anew=True)
+    _elsewhere(search)
     return True
 
 
