@@ -17,7 +17,7 @@ from graphs.ir import Graph
 from planner.annealing import MEND, ROUNDS, Annealer, Round, anneal, useful
 from planner.incumbent import Incumbent
 from planner.loading import walk_search
-from planner.schedule import computes, first_runs, keep_all, with_frees
+from planner.schedule import computes, first_runs, in_graph_order, keep_all, with_frees
 from planner.simulate import simulate
 from planner.stage_cuts import fitting_walk, missing, next_first_runs
 from planner.stage_model import StageCut, stage_model, with_end
@@ -57,7 +57,8 @@ def anneal_on(
     finally:  # on Ctrl-C too
         search.tell_cut_short("cut_short" in found.notes)
         if found.best is not None:
-            search.offer(found.best, "annealing" if keep_order else "annealing, in another order")
+            is_other = not in_graph_order(computes(found.best))
+            search.offer(found.best, "annealing, in another order" if is_other else "annealing")
     if found.best is None or found.time_ns is None:
         return Ended(annealer.excess_bytes, annealer.time_ns, useful(search.graph, annealer.sequence))
     return Ended(0, found.time_ns, list(computes(found.best)))
@@ -130,10 +131,11 @@ def _mended(search: Incumbent, ended: Ended, seed: int, deadline: float) -> Ende
     order = first_runs(ended.runs)
     place = {v: i for i, v in enumerate(order)}
     walks = walk_search()(search.graph.in_order(order), search.budget_bytes, seed)
-    walks.follow([place[v] for v in ended.runs], deadline=deadline)
-    search.tell_cut_short(walks.hurried)
-    if walks.runs is None:
-        return ended
-    runs = [order[v] for v in walks.runs.tolist()]
-    trace = search.offer(with_frees(search.graph, runs), "list walk, in another order")
-    return Ended(0, trace.time_ns, runs)
+    try:
+        walks.follow([place[v] for v in ended.runs], deadline=deadline)
+    finally:  # on Ctrl-C too
+        search.tell_cut_short(walks.hurried)
+        if walks.runs is not None:
+            ended = Ended(0, int(walks.time_ns), [order[v] for v in walks.runs.tolist()])
+            search.offer(with_frees(search.graph, ended.runs), "list walk, in another order")
+    return ended

@@ -16,6 +16,7 @@ from graphs import Graph, Op, Value
 from graphs.importers import load_checkmate
 from graphs.synthetic import chain, random_layered, random_training
 from planner import Status, keep_all, order_search, plan, pseudo_boolean, simulate, solve
+from planner.annealed_walks import AnnealedWalks
 from planner.bounds import least_bytes, smallest_known
 from planner.methods import cutting_stages
 from planner.milp import Answer, Milp, Outcome
@@ -493,6 +494,24 @@ def test_interrupted_in_another_order_it_keeps_what_walks_had_just_found(monkeyp
     monkeypatch.setattr(cutting_stages, "_run", interrupted_there)
     found = solve(graph, budget_bytes, gap=0.02, time_limit_s=20, start=annealed.schedule)
     assert [found.time_ns] == walked_ns and walked_ns[0] < annealed.time_ns
+
+
+def test_interrupted_beside_another_order_it_keeps_what_walks_had_just_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = random_layered("RL1", seed=3)
+    peak_bytes = simulate(graph, keep_all(graph)).peak_bytes
+    start = solve(graph, int(0.7 * peak_bytes), gap=0.1, time_limit_s=20, any_order=True)
+    assert start.schedule is not None and start.time_ns is not None
+    improve, walked_ns = AnnealedWalks.improve, []
+
+    def interrupted(self: AnnealedWalks, *arguments: Any, **options: Any) -> None:
+        improve(self, *arguments, **options)
+        if self.time_ns < start.time_ns:
+            walked_ns.append(self.time_ns)
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(AnnealedWalks, "improve", interrupted)
+    found = solve(graph, int(0.85 * peak_bytes), gap=0.0, time_limit_s=20, start=start.schedule)
+    assert walked_ns and found.time_ns == min(walked_ns) and found.notes["stopped"] == "interrupted"
 
 
 def test_blocks_in_another_order_count_where_nothing_else_is_known(monkeypatch: pytest.MonkeyPatch) -> None:

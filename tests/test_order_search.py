@@ -14,6 +14,7 @@ from planner import keep_all, order_search, simulate
 from planner.incumbent import Incumbent
 from planner.order_search import Ended, anneal_on, search_orders
 from planner.schedule import computes, first_runs, with_frees
+from planner.walk_search import WalkSearch
 
 
 def at(graph: Graph, share: float, *, gap: float = 0.001) -> Incumbent:
@@ -79,18 +80,19 @@ def test_the_clock_ends_it() -> None:
     assert search.notes["cut_short"]
 
 
+def last_first(graph: Graph) -> list[int]:
+    """Of the ops that can run the last one, each time: another order than the graph's."""
+    left, order = list(reversed(range(len(graph.ops)))), list[int]()
+    while left:
+        order.append(next(v for v in left if all(graph.producer[x] in (-1, *order) for x in graph.ops[v].inputs)))
+        left.remove(order[-1])
+    assert order != sorted(order)
+    return order
+
+
 def test_what_is_over_the_budget_is_mended_by_list_walks_in_its_own_order() -> None:
     graph = random_layered("RL1", 8)
-    whole = simulate(graph, keep_all(graph))
-    backwards = list(reversed(range(len(graph.ops))))
-    order: list[int] = []
-    while backwards:  # the last op that can run, each time: another order than the graph's
-        ready = next(
-            v for v in backwards if all(graph.producer[x] < 0 or graph.producer[x] in order for x in graph.ops[v].inputs)
-        )
-        backwards.remove(ready)
-        order.append(ready)
-    assert order != list(range(len(graph.ops)))
+    whole, order = simulate(graph, keep_all(graph)), last_first(graph)
     peak_bytes = simulate(graph, with_frees(graph, order)).peak_bytes
     search = Incumbent(graph, int(0.95 * peak_bytes), 0.0)
     over = Ended(peak_bytes - search.budget_bytes, whole.time_ns, order)
@@ -101,6 +103,24 @@ def test_what_is_over_the_budget_is_mended_by_list_walks_in_its_own_order() -> N
 
     hopeless = Incumbent(graph, 1, 0.0)
     assert order_search._mended(hopeless, over, 0, math.inf) is over and hopeless.best is None
+
+
+def test_interrupted_while_walks_mend_it_keeps_what_they_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = random_layered("RL1", 8)
+    order = last_first(graph)
+    search = Incumbent(graph, int(0.95 * simulate(graph, with_frees(graph, order)).peak_bytes), 0.0)
+    settle = WalkSearch._settle
+
+    def interrupted(self: WalkSearch, *arguments: Any) -> Any:
+        lead = settle(self, *arguments)
+        if self.runs is not None:
+            raise KeyboardInterrupt
+        return lead
+
+    monkeypatch.setattr(WalkSearch, "_settle", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        order_search._mended(search, Ended(1, graph.keep_all_time_ns, order), 0, math.inf)
+    assert search.best is not None
 
 
 @pytest.mark.usefixtures("short")

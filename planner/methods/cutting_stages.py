@@ -102,8 +102,7 @@ def solve(
         _go_on(search)
     except KeyboardInterrupt:
         search.notes["stopped"] = "interrupted"
-        if search.begun:
-            search.take_walk()  # what the part under way has found
+        search.take_walk()  # what the part under way has found
     search.tell_cut_short("stopped" not in search.notes and time.perf_counter() >= search.deadline)
     if search.best is None and "infeasible" not in search.notes:  # no time for more
         search.begin_walks(time.perf_counter() + LAST_S)
@@ -144,6 +143,7 @@ def _reorder(search: _Search, share: float, *, anew: bool = False) -> None:
 
     anew  not from the best schedule on
     """
+    search.reordered = True
     runs = search_orders(search, search.seed, time.perf_counter() + share * search.left_s, anew=anew)
     search.follow(runs)
     if search.best is None and not in_graph_order(runs) and not search.done():
@@ -151,11 +151,9 @@ def _reorder(search: _Search, share: float, *, anew: bool = False) -> None:
 
 
 def _elsewhere(search: _Search) -> None:
-    """Where nothing fits so far: try other orders."""
-    if search.best is None and not search.nested and not search.done():
+    """Where nothing fits so far: try other orders, once."""
+    if search.best is None and not search.nested and not search.reordered and not search.done():
         _reorder(search, ANNEAL_SHARE, anew=True)
-        if search.best is not None:
-            search.notes.pop("stopped", None)  # that nothing fits in the graph's own order
 
 
 def _go_on(search: _Search) -> None:
@@ -176,15 +174,13 @@ def _solve_in(search: _Search, start: Schedule, time_limit_s: float) -> None:
     try:
         _run(inner, renumbered(start, {v: i for i, v in enumerate(order)}))
     finally:
-        if inner.begun:
-            inner.take_walk()  # on Ctrl-C, what the part under way has found
+        inner.take_walk()  # on Ctrl-C, what the part under way has found
         proved_ns = min(inner.bound_ns, inner.time_ns or inner.bound_ns)
         search.solved_order, search.restricted_bound_ns = order, proved_ns if proved_ns > search.base else None
-        search.tell_cut_short("cut_short" in inner.notes)
+        search.tell_cut_short("cut_short" in inner.notes or inner.notes.get("stopped") == "time limit")
         if inner.best is not None:
             search.offer(renumbered(inner.best, order), f"{inner.notes['found_by']}, in another order")
-            search.notes.pop("stopped", None)  # that nothing fits in the graph's own order
-            search.notes.update({key: inner.notes[key] for key in ("events", "cuts", "rounds", "stopped") if key in inner.notes})
+            search.notes.update({key: inner.notes[key] for key in ("events", "cuts", "rounds") if key in inner.notes})
 
 
 def _rounds(search: _Search, tightest: int) -> bool:
@@ -214,11 +210,12 @@ def _rounds(search: _Search, tightest: int) -> bool:
         if answer.outcome is Outcome.INFEASIBLE:
             if _is_only_order(graph):
                 search.notes["infeasible"] = "no schedule fits, and no other order of first executions is valid"
-            else:
+                return False
+            _elsewhere(search)
+            if search.best is None:
                 search.notes["stopped"] = "no schedule with this order of first executions fits"
-                _elsewhere(search)
-                if search.best is not None:
-                    search.notes["order"] = "first executions are not in graph order, in which no schedule fits"
+            else:
+                search.notes["order"] = "first executions are not in graph order, in which no schedule fits"
             return False
         search.raise_bound(model.bound_ns(answer), restricted=False)
         if answer.values is not None:
@@ -441,6 +438,7 @@ class _Search(Incumbent):
     any_order: bool = False
     nested: bool = False  # in another order than that of the graph that is asked about, which annealing has ended in
     begun: bool = field(default=False, init=False)
+    reordered: bool = field(default=False, init=False)  # whether other orders have been searched
     chained: bool = field(default=False, init=False)
     relaxes: bool = field(default=True, init=False)  # whether relaxations are worth their time
     stalled: int = field(default=0, init=False)  # how many of them in a row have hardly raised the bound
@@ -499,6 +497,8 @@ class _Search(Incumbent):
 
     def take_walk(self) -> None:
         """Offer the best list walk, where it is news."""
+        if "walks" not in self.__dict__:  # none so far, and none are made for that
+            return
         if self.walks.runs is not None and self.wants(self.budget_bytes, self.walks.time_ns):
             self.offer(with_frees(self.graph, self.walks.runs.tolist()), "list walk")
         self.tell_cut_short(self.walks.hurried)
