@@ -34,7 +34,9 @@ def plans(
     done: Callable[[Plan], None] | None = None,
     **options: Any,
 ) -> list[Plan]:
-    """A plan for each budget, in the order asked for; a larger budget never costs more time, nor has it a larger bound.
+    """A plan for each budget, in the order asked for; a larger budget never costs more time.
+
+    Nor has it a larger bound, unless the plan for a smaller one has another order of first executions than the graph.
 
     model, budgets  as for ``plan``; further options: its inputs, loss, costs, device and autocast, and those of the method
     time_limit_s    for each budget
