@@ -424,6 +424,23 @@ def test_any_order_is_cheaper_where_the_given_one_is_poor() -> None:
     assert simulate(graph, free.schedule).peak_bytes <= budget_bytes
 
 
+def test_a_training_step_is_solved_in_its_own_order_before_others_are_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What costs as much in another order is not worth losing the proof for."""
+    solved = []
+
+    def searched(search: Any, *_: Any, **__: Any) -> list[int]:
+        solved.append(search.closed())
+        return list(computes(search.best))
+
+    monkeypatch.setattr(cutting_stages, "search_orders", searched)
+    for seed, expected in ((0, [True]), (1, [])):  # nothing fits in the second, in whatever order
+        graph = random_training(5, seed)
+        solved.clear()
+        found = solve(graph, int(0.85 * simulate(graph, keep_all(graph)).peak_bytes), gap=0.01, time_limit_s=10, any_order=True)
+        assert solved == expected
+        assert found.status is (Status.OPTIMAL if expected else Status.INFEASIBLE)
+
+
 def test_what_has_another_order_is_solved_in_that_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(order_search, "MORE_MOVES", 200_000)
     graph = random_layered("RL1", seed=8)

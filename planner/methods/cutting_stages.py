@@ -85,9 +85,9 @@ def solve(
     gap           stop when (time - bound) / time is at most this; small graphs are solved more exactly where that is cheap
     time_limit_s  stop after this long; Ctrl-C stops at once. Either way the best schedule and bound so far are returned
     start         a schedule to begin with; its order of first executions may be another
-    any_order     first search among all orders of first executions for one that is cheaper than this one's bound; without, a
-                  schedule in another order is taken only where it is the start, or none in graph order is known. From one that
-                  is taken the search goes on, through other orders too
+    any_order     search among all orders of first executions too, in graphs without a backward pass first; without, a schedule
+                  in another order is taken only where it is the start, or none in graph order is known. From one that is taken
+                  the search goes on, through other orders too
     progress      called as ``progress(time_ns=..., bound_ns=..., phase=...)`` where one of them changed (None: not known)
 
     The status is INFEASIBLE only where no schedule in any order fits; where none with this order does and none in another is
@@ -127,7 +127,7 @@ def _run(search: _Search, start: Schedule | None) -> None:
     search.offer(whole, "keep all")
     if start is not None:
         search.offer(start, "start")
-    if search.any_order and not search.done():
+    if search.any_order and not search.trained and not search.done():
         _reorder(search, ORDERS_SHARE, anew=True)
     if search.done():
         return
@@ -157,7 +157,12 @@ def _elsewhere(search: _Search) -> None:
 
 
 def _go_on(search: _Search) -> None:
-    """Where the best schedule has another order of first executions: solve for that one, and look for a better one from there."""
+    """Where the best schedule has another order of first executions: solve for that one, and look for a better one from there.
+
+    Training steps come in a good order, so theirs is solved first, and others are searched in the time that is left.
+    """
+    if search.any_order and not search.reordered and search.best is not None and not search.exhausted():
+        _reorder(search, ORDERS_SHARE, anew=True)
     while search.best is not None and not search.exhausted():
         if search.order_of_best == search.solved_order or not search.elsewhere:
             break
