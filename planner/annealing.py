@@ -224,8 +224,7 @@ def anneal(search: Incumbent, annealer: Annealer, moves: int, rounds: Sequence[R
             while done < 1:
                 before += CHUNK
                 clock_share = (time.perf_counter() - round_began) / round_s if round_s else 1.0
-                if clock_share > before / round_moves:  # cooled by the clock: it does not repeat
-                    search.notes["cut_short"] = True
+                search.tell_cut_short(clock_share > before / round_moves)  # cooled by the clock
                 next_ = min(1.0, max(before / round_moves, clock_share))
                 annealer.anneal(
                     CHUNK,

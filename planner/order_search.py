@@ -17,9 +17,8 @@ from graphs.ir import Graph
 from planner.annealing import MEND, ROUNDS, Annealer, Round, anneal, useful
 from planner.incumbent import Incumbent
 from planner.loading import walk_search
-from planner.schedule import computes, first_runs, in_graph_order, keep_all, with_frees
-from planner.simulate import simulate
-from planner.stage_cuts import fitting_walk, missing, next_first_runs
+from planner.schedule import computes, first_runs, in_graph_order, with_frees
+from planner.stage_cuts import fitting_walk, missing, tightest
 from planner.stage_model import StageCut, stage_model, with_end
 
 MOVES, MORE_MOVES = 8_000_000, 500_000  # of the first annealing; of one from a walk: many short ones find more than few long ones
@@ -102,11 +101,10 @@ def _walks(
     """Walks along relaxed solutions for one order, in ops of the graph; each for a share of the budget."""
     ordered = graph.in_order(order)
     closed = with_end(ordered)
-    whole = keep_all(ordered)
-    tightest = next_first_runs(ordered, whole)[simulate(ordered, whole).peak_step]
+    first = tightest(ordered)
     for share in shares:
         target_bytes = int(share * budget_bytes)
-        events, cuts, found = [tightest], list[StageCut](), list[int]()
+        events, cuts, found = [first], list[StageCut](), list[int]()
         while time.perf_counter() < deadline:
             model = stage_model(closed, target_bytes, events, cuts, tiny_share=TINY_SHARE)
             answer = model.milp.relax(time_limit_s=deadline - time.perf_counter())

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from graphs.ir import Graph
 from planner.milp import Answer
-from planner.schedule import Compute, Schedule, with_frees
+from planner.schedule import Compute, Schedule, keep_all, with_frees
 from planner.simulate import simulate
 from planner.stage_model import StageCut, StageModel, walk
 
@@ -120,6 +120,12 @@ def _passed(excess_bytes: Mapping[int, int]) -> int:
     ops = sorted(excess_bytes)
     sums = list(itertools.accumulate(excess_bytes[w] for w in ops))
     return ops[bisect_left(sums, PASSED * sums[-1])]
+
+
+def tightest(graph: Graph) -> int:
+    """Where the first event goes: the first execution at or next after which most is held if everything is kept."""
+    whole = keep_all(graph)
+    return next_first_runs(graph, whole)[simulate(graph, whole).peak_step]
 
 
 def next_first_runs(graph: Graph, schedule: Schedule) -> list[int]:

@@ -29,8 +29,7 @@ from planner.order_search import anneal_on, search_orders
 from planner.pebbling import least_peak
 from planner.result import Plan
 from planner.schedule import Schedule, computes, first_runs, in_graph_order, keep_all, put_in_graph_order, renumbered, with_frees
-from planner.simulate import simulate
-from planner.stage_cuts import LARGE, fitting_walk, missing, next_first_runs
+from planner.stage_cuts import LARGE, fitting_walk, missing, tightest
 from planner.stage_model import TINY, StageCut, StageModel, stage_model, walk, with_end
 
 if TYPE_CHECKING:
@@ -123,16 +122,14 @@ def _run(search: _Search, start: Schedule | None) -> None:
     graph = search.graph
     if search.hopeless():
         return
-    whole = keep_all(graph)
-    search.offer(whole, "keep all")
+    search.offer(keep_all(graph), "keep all")
     if start is not None:
         search.offer(start, "start")
     if search.any_order and not search.trained and not search.done():
         _reorder(search, ORDERS_SHARE, anew=True)
     if search.done():
         return
-    tightest = next_first_runs(graph, whole)[simulate(graph, whole).peak_step]
-    if _rounds(search, tightest):
+    if _rounds(search):
         _search_on(search)
 
 
@@ -188,10 +185,11 @@ def _solve_in(search: _Search, start: Schedule, time_limit_s: float) -> None:
             search.notes.update({key: inner.notes[key] for key in ("events", "cuts", "rounds") if key in inner.notes})
 
 
-def _rounds(search: _Search, tightest: int) -> bool:
+def _rounds(search: _Search) -> bool:
     """Solve for the events so far, walk the solution, add what it overflows; until closed (False) or nothing is left to add."""
     graph, closed_graph = search.graph, with_end(search.graph)
-    events, cuts = [tightest], list[StageCut]()
+    first = tightest(graph)
+    events, cuts = [first], list[StageCut]()
     finest_ns = max(EXACT * search.gap, FINEST) * search.base
     sequence: list[int] = []
     refined = 0
@@ -232,7 +230,7 @@ def _rounds(search: _Search, tightest: int) -> bool:
         if round_ == BLOCKS_ROUND:
             _blocks(search)
         if round_ == 1 and not search.elsewhere:
-            guide = None if answer.values is None else partial(_guide, search, closed_graph, tightest)
+            guide = None if answer.values is None else partial(_guide, search, closed_graph, first)
             if not _first_schedules(search, guide):
                 return False
         if answer.values is None:
