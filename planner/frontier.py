@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from graphs.errors import InputError
 from graphs.ir import Graph
-from planner.bounds import least_bytes, smallest_known
+from planner.bounds import least_bytes
 from planner.budget import resolve_budget
 from planner.pebbling import least_peak
 from planner.plan import check_options, solve, step_of
 from planner.result import Plan, Status
 from planner.schedule import Schedule, computes, in_graph_order, keep_all
 from planner.simulate import simulate
+from planner.smallest import smaller_and_smaller
 
 if TYPE_CHECKING:
     from torch import nn
@@ -122,7 +123,8 @@ def min_budget(graph: Graph, *, time_limit_s: float = 30.0, within: float = 0.01
     """The smallest budget with a schedule in hand, and a proved minimum that holds for schedules in any order.
 
     A backward search (``planner.pebbling``) proves the minimum, and often comes with a schedule that attains it. Else list walks
-    find a budget that works, and budgets are bisected between that and what nothing was found for.
+    and such searches find a budget that works, and budgets are bisected between that and what nothing was found for. The schedule
+    may be a dear one: a plan for that budget looks for a cheaper one.
 
     time_limit_s  for all of it; the search and the walks get a third of it each at most, each solve a tenth. Ctrl-C stops at
                   once. Either way the best so far is returned
@@ -138,7 +140,8 @@ def min_budget(graph: Graph, *, time_limit_s: float = 30.0, within: float = 0.01
         proved = max(proved, pebbled)
         if attained is not None:
             return MinBudget(simulate(graph, attained).peak_bytes, attained, proved)
-        works, schedule = smallest_known(graph, time_limit_s=time_limit_s / 3)
+        for known in smaller_and_smaller(graph, time_limit_s=time_limit_s / 3, proved_bytes=proved):
+            works, schedule = known
         missed = proved - 1  # nothing was found for this budget
         while works - missed > max(1, within * works) and not interrupted and time.perf_counter() < deadline:
             middle = (works + missed) // 2

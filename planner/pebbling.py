@@ -1,4 +1,4 @@
-"""The smallest peak of any schedule in any order, bounded from below by walking backwards from the end.
+"""The smallest peak of any schedule in any order, from below and from above, by walking backwards from the end.
 
 A set S of values is to be in memory at once. Whatever the schedule, some op p was the last to make a member of S. While it
 ran, its inputs, its outputs and the rest of S were there; before it, the set (S minus its outputs) plus its inputs was. So
@@ -9,23 +9,40 @@ with least(∅) = the resident bytes, and least(the graph's outputs) bounds the 
 with weights (Sethi, 1975). A bottleneck-shortest-path search from the outputs visits the sets in order of their peak, so
 wherever it stops, the peak it has come to is proved. Where it arrives at ∅, its path backwards is a sequence with that peak.
 
-Where some p makes a member of S from members of S within the peak already paid, its set is a subset of S and nothing else
-needs to be tried.
+A subset needs no more than the set. So where a member can be made again from the other ones within the peak already paid, by
+running its missing ancestors in op order, that is what its last making may be, and nothing else needs to be tried: sets shrink
+to what is hard to come by. With the peak paid in advance, a budget, the same search finds schedules where next to nothing fits
+(``fitting``). They make everything again for each use; so the way is gone once more, keeping things while there is room, and
+where there is none, dropping all that can be. What comes of that is still dear; annealing and list walks go on from there.
 """
 
 from __future__ import annotations
 
 import heapq
+import itertools
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
 
 from graphs.errors import InvalidSchedule
 from graphs.ir import Graph
 from planner.bounds import least_bytes
-from planner.schedule import Schedule, with_frees
+from planner.loading import TINY, load_once, undisturbed
+from planner.schedule import Schedule, put_in_graph_order, with_frees
 from planner.simulate import simulate
 
-STATES = 20_000
+if TYPE_CHECKING:
+    from planner.pebbling_sets import Sets
+
+STATES, FIT_STATES = 20_000, 2_000
+SMALL_SHARE = 0.01  # of the budget, what all values together that are too small to be worth making again may take
+MOST_RUNS = 200  # of an op on average: beyond, a sequence is of no use
+
+Flags = npt.NDArray[np.bool_]
 
 
 def least_peak(graph: Graph, *, states: int = STATES, time_limit_s: float = 60.0) -> tuple[int, Schedule | None]:
@@ -34,59 +51,236 @@ def least_peak(graph: Graph, *, states: int = STATES, time_limit_s: float = 60.0
     states  sets to visit at most: more of them, a better bound. Time and memory are in proportion
     """
     deadline = time.perf_counter() + time_limit_s
-    size = [0 if v in graph.resident else value.size_bytes for v, value in enumerate(graph.values)]
-    producer = graph.producer
-
-    def mask(values: Iterable[int]) -> int:
-        return sum(1 << v for v in set(values) if producer[v] >= 0)
-
-    inputs, outputs = [mask(op.inputs) for op in graph.ops], [mask(op.outputs) for op in graph.ops]
-    fixed = [graph.resident_bytes + op.workspace_bytes for op in graph.ops]
-    goal = mask(graph.outputs)
-    came_from: dict[int, tuple[int, int]] = {goal: (0, -1)}  # set: the set it came from, by which op
-    # Ties go to the newest set, so that a path to the end is found early where there is one.
-    heap = [(least_bytes(graph), 0, goal)]
-    proved = heap[0][0]
-    for _ in range(states):
-        peak, _, present = heapq.heappop(heap)
-        proved = max(proved, peak)
-        if not present:
-            return proved, _schedule(graph, came_from, proved)
-        if time.perf_counter() > deadline:
-            break
-        held = sum(size[v] for v in _members(present))
-        steps: list[tuple[int, int, int]] = []
-        for p in {producer[v] for v in _members(present)}:
-            more = (inputs[p] | outputs[p]) & ~present
-            needed = fixed[p] + held + sum(size[v] for v in _members(more))
-            before = (present & ~outputs[p]) | inputs[p]
-            if needed <= peak and not before & ~present:
-                steps = [(peak, p, before)]
-                break
-            steps.append((max(peak, needed), p, before))
-        for level, p, before in steps:
-            if before not in came_from:
-                came_from[before] = present, p
-                heapq.heappush(heap, (level, -len(came_from), before))
-    return max(proved, heap[0][0]) if heap else proved, None
+    proved = least_bytes(graph)
+    search = _Backwards(graph)
+    for latest in (False, True):
+        limit_s = max(0.0, deadline - time.perf_counter()) / (1 if latest else 2)
+        level, path = search.run(proved, states // 2, time.perf_counter() + limit_s, latest=latest)
+        proved = max(proved, level)
+        if path is not None:
+            return proved, search.schedule(path, proved)
+    return proved, None
 
 
-def _members(values: int) -> Iterator[int]:
-    while values:
-        lowest = values & -values
-        yield lowest.bit_length() - 1
-        values ^= lowest
+def fitting(graph: Graph, budget_bytes: int, *, states: int = FIT_STATES, time_limit_s: float = 10.0) -> Schedule | None:
+    """A schedule within a budget, often where nothing else finds one; None is no proof that there is none. It may be dear.
 
-
-def _schedule(graph: Graph, came_from: dict[int, tuple[int, int]], peak_bytes: int) -> Schedule | None:
-    """The path as a schedule; None where it leaves out an op, or breaks the order of draws and effects."""
-    runs = []
-    present, op = came_from[0]
-    while op >= 0:
-        runs.append(op)
-        present, op = came_from[present]
-    schedule = with_frees(graph, runs)
-    try:
-        return schedule if simulate(graph, schedule).peak_bytes <= peak_bytes else None
-    except InvalidSchedule:
+    states  sets to visit at most, in each of a few searches; the first are for schedules in graph order
+    """
+    deadline = time.perf_counter() + time_limit_s
+    if least_bytes(graph) > budget_bytes:
         return None
+    search = _Backwards(graph)
+    found: list[tuple[int, Schedule]] = []
+    for in_order, small_bytes in itertools.product((True, False), (0, search.small(SMALL_SHARE * budget_bytes))):
+        if time.perf_counter() >= deadline or (found and not in_order):
+            break
+        _, path = search.run(
+            budget_bytes,
+            states,
+            deadline,
+            latest=in_order,
+            only_latest=in_order,
+            most_bytes=budget_bytes,
+            keep_below_bytes=small_bytes,
+        )
+        if path is not None:
+            schedule = search.schedule(search.lazily(path, budget_bytes, small_bytes, deadline), budget_bytes)
+            if schedule is not None:
+                found.append((simulate(graph, schedule).time_ns, schedule))
+    return min(found, key=lambda one: one[0])[1] if found else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Visited:
+    """A set, shrunk, as bits; what was dropped from it to shrink; the one after it in time, and the op between."""
+
+    members: bytes
+    dropped: tuple[int, ...]
+    after: int
+    op: int
+
+
+class _Backwards:
+    """Searches in one graph."""
+
+    def __init__(self, graph: Graph) -> None:
+        load_once(_search_once)
+        self._graph = graph
+        self._kernels: Any = undisturbed(_kernels)
+        self._sets: Sets = self._kernels.sets_of(graph)
+        self._outputs = np.zeros(len(graph.values), np.bool_)
+        self._outputs[[x for x in graph.outputs if graph.producer[x] >= 0]] = True
+
+    def small(self, total_bytes: float) -> int:
+        """The size below which all values together take no more than so many bytes."""
+        sizes = np.sort(self._sets.size)
+        at = int(np.searchsorted(np.cumsum(sizes), total_bytes, side="right"))
+        return int(sizes[at]) if at < sizes.size else 0
+
+    def run(
+        self,
+        level_bytes: int,
+        states: int,
+        deadline: float,
+        *,
+        latest: bool,
+        only_latest: bool = False,
+        most_bytes: int | None = None,
+        keep_below_bytes: int = 0,
+    ) -> tuple[int, list[_Visited] | None]:
+        """The peak come to, and the path from the outputs to ∅ where it has arrived there.
+
+        level_bytes       paid in advance
+        latest            of sets with the same peak, go on with that before the latest op; else with the smallest
+        only_latest       no other op, which mostly leads to graph order
+        most_bytes        no set with a higher peak
+        keep_below_bytes  values smaller than this are not made again for room
+        """
+        sets, kernels, resident = self._sets, self._kernels, self._graph.resident_bytes
+        visited: list[_Visited] = []
+        seen: set[bytes] = set()
+        heap: list[tuple[int, int, int, int]] = [(level_bytes, 0, -1, -1)]
+        count = 0
+        while heap and len(visited) < states and time.perf_counter() < deadline:
+            peak, _, after, op = heapq.heappop(heap)
+            level_bytes = max(level_bytes, peak)
+            present = self._outputs.copy() if op < 0 else self._before(self._members(visited[after]), op)
+            held = int(sets.size[present].sum())
+            held, dropped = kernels.shrink(sets, present, held, level_bytes - resident, keep_below_bytes)
+            members = np.packbits(present).tobytes()
+            if members in seen:
+                continue
+            seen.add(members)
+            visited.append(_Visited(members, tuple(sets.dropped[:dropped].tolist()), after, op))
+            if not present.any():
+                return level_bytes, self._path(visited)
+            makers = kernels.last_makers(sets, present, held)
+            ops, needs, adds = sets.ops[:makers], sets.needs[:makers] + resident, sets.adds[:makers]
+            order = np.arange(makers) if latest else np.lexsort((ops, -adds))  # the newest goes first
+            for i in order[-1:] if only_latest else order:
+                if most_bytes is None or needs[i] <= most_bytes:
+                    count += 1
+                    heapq.heappush(heap, (max(level_bytes, int(needs[i])), -count, len(visited) - 1, int(ops[i])))
+        return max(level_bytes, heap[0][0]) if heap else level_bytes, None
+
+    def _members(self, state: _Visited) -> Flags:
+        return np.unpackbits(np.frombuffer(state.members, np.uint8), count=self._outputs.size).astype(np.bool_)
+
+    def _before(self, present: Flags, op: int) -> Flags:
+        """What is in memory before an op that makes members last."""
+        before, one = present.copy(), self._graph.ops[op]
+        before[list(one.outputs)] = False
+        before[[x for x in one.inputs if self._graph.producer[x] >= 0]] = True
+        return before
+
+    def lazily(self, path: Sequence[_Visited], budget_bytes: int, keep_below_bytes: int, deadline: float) -> list[_Visited]:
+        """The same path, but with what can be dropped kept until there is no room for it, and then all dropped at once.
+
+        What is left to do from where things are dropped is what the path does from a set that holds no less.
+        """
+        room_bytes = budget_bytes - self._graph.resident_bytes
+        wanted = [self._members(state) for state in reversed(path)]  # in the order of the search, as below
+        ops = [state.op for state in reversed(path)][1:]
+        present, at, stride = self._outputs.copy(), 0, 1
+        visited = [_Visited(np.packbits(present).tobytes(), (), -1, -1)]
+        while present.any() and time.perf_counter() < deadline:
+            steps: list[tuple[int, Flags]] = []
+            ahead, reached = present, at
+            while len(steps) < stride and ahead.any():
+                latest = int(self._sets.producer[ahead].max())
+                hard = int(self._sets.producer[wanted[reached]].max(initial=-1))
+                on_path = reached < len(ops) and latest <= max(ops[reached], hard)
+                op = ops[reached] if on_path else latest
+                before = self._before(ahead, op)
+                if self._needs(ahead, before, op) > room_bytes:
+                    break
+                steps.append((op, before))
+                ahead, reached = before, reached + on_path
+            if steps and not (self._shrunk(ahead, room_bytes, keep_below_bytes)[0] & ~wanted[reached]).any():
+                for op, members in steps:
+                    visited.append(_Visited(np.packbits(members).tobytes(), (), len(visited) - 1, op))
+                present, at, stride = ahead, reached, 2 * stride
+            elif len(steps) > 1:
+                stride = len(steps) // 2
+            else:
+                present, dropped = self._shrunk(present, room_bytes, keep_below_bytes)
+                if not dropped:  # what is left has shrunk in another order than on the path
+                    break
+                last = visited[-1]
+                visited[-1] = _Visited(np.packbits(present).tobytes(), (*last.dropped, *dropped), last.after, last.op)
+        return list(path) if present.any() else self._path(visited)
+
+    def _needs(self, after: Flags, before: Flags, op: int) -> int:
+        """Bytes in memory while an op runs, beside what is resident."""
+        touched = before | after
+        touched[list(self._graph.ops[op].outputs)] = True
+        return int(self._sets.size[touched].sum()) + int(self._sets.workspace[op])
+
+    def _shrunk(self, present: Flags, most_bytes: int, least_bytes: int) -> tuple[Flags, list[int]]:
+        """The set without what can be dropped, and that."""
+        rest = present.copy()
+        held_bytes = int(self._sets.size[rest].sum())
+        _, count = self._kernels.shrink(self._sets, rest, held_bytes, most_bytes, least_bytes)
+        return rest, self._sets.dropped[:count].tolist()
+
+    def _path(self, visited: Sequence[_Visited]) -> list[_Visited]:
+        path = [visited[-1]]
+        while path[-1].after >= 0:
+            path.append(visited[path[-1].after])
+        return path
+
+    def schedule(self, path: Sequence[_Visited], peak_bytes: int) -> Schedule | None:
+        """The path as a schedule; None where it is too long, needs more for what nobody reads, or breaks the order of draws."""
+        graph, runs = self._graph, list[int]()
+        for state in path:
+            self._again(self._members(state), state.dropped[::-1], peak_bytes, runs)
+            if state.op >= 0:
+                runs.append(state.op)
+            if len(runs) > MOST_RUNS * len(graph.ops):
+                return None
+        # What no output needs is run first, when nothing else is there.
+        for v in sorted(set(range(len(graph.ops))).difference(runs), reverse=True):
+            runs = [*self._made_from_nothing(v), *runs]
+        for sequence in (runs, put_in_graph_order(runs)):
+            schedule = with_frees(graph, sequence)
+            try:
+                if simulate(graph, schedule).peak_bytes <= peak_bytes:
+                    return schedule
+            except InvalidSchedule:
+                continue
+        return None
+
+    def _made_from_nothing(self, op: int) -> list[int]:
+        """An op after its ancestors."""
+        graph = self._graph
+        ops = {op}
+        todo = [op]
+        while todo:
+            makers = {graph.producer[x] for x in graph.ops[todo.pop()].inputs} - ops - {-1}
+            ops |= makers
+            todo += makers
+        return sorted(ops)
+
+    def _again(self, present: Flags, values: Sequence[int], peak_bytes: int, runs: list[int]) -> None:
+        """Make values from those that are present, as many together as there is room for."""
+        sets, several = self._sets, np.array(values, np.int64)
+        if not several.size:
+            return
+        room_bytes = peak_bytes - self._graph.resident_bytes - int(sets.size[present].sum())
+        if self._kernels.again_bytes(sets, present, several, room_bytes) < 0 and len(values) > 1:
+            self._again(present, values[: len(values) // 2], peak_bytes, runs)
+            self._again(present, values[len(values) // 2 :], peak_bytes, runs)
+            return
+        runs.extend(sorted(sets.ops[: sets.counted[0]].tolist()))
+        present[several] = True
+
+
+def _kernels() -> Any:
+    from planner import pebbling_sets  # imports numba, which takes time
+
+    return pebbling_sets
+
+
+def _search_once() -> None:
+    _Backwards(TINY).run(0, 2, float("inf"), latest=True)

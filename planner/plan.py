@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from graphs.errors import InfeasibleBudget, InputError, NoScheduleFound
 from graphs.ir import Graph
-from planner.bounds import least_bytes, smallest_known
+from planner.bounds import least_bytes
 from planner.budget import format_bytes, resolve_budget
 from planner.methods import method as method_named
 from planner.result import Plan, Status
 from planner.schedule import Compute, Free, Schedule, computes, first_runs, hold_early, in_graph_order, keep_all
 from planner.simulate import simulate
+from planner.smallest import smallest_known
 
 if TYPE_CHECKING:
     import torch

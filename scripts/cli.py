@@ -542,8 +542,9 @@ def _workloads(arguments: argparse.Namespace) -> int:
 
 
 def _info(arguments: argparse.Namespace) -> int:
-    from planner.bounds import least_bytes, smallest_known
+    from planner.bounds import least_bytes
     from planner.frontier import min_budget
+    from planner.smallest import smallest_known
 
     with computing() as status:
         loaded = Loaded(arguments, status)

@@ -9,9 +9,10 @@ from graphs.errors import InputError
 from graphs.synthetic import chain, random_layered, random_training
 from planner import Plan, Status, annealing, annealing_moves, keep_all, simulate, solve
 from planner.annealing import SPARE, Annealer
-from planner.bounds import least_bytes, smallest_known
+from planner.bounds import least_bytes
 from planner.incumbent import Incumbent
 from planner.schedule import Compute, computes, with_frees
+from planner.smallest import smallest_known
 from tests.clock import stopwatch
 from tests.interruption import interrupted
 from tests.oracles import least_time

@@ -15,7 +15,6 @@ from graphs.errors import InputError
 from graphs.importers import load_checkmate
 from graphs.synthetic import chain, random_training
 from planner import Status, keep_all, simulate, solve
-from planner.bounds import smallest_known
 from planner.checkmate_model import Form, checkmate_model, held_of, own_runs, start_values, walk
 from planner.milp import Milp, Outcome
 from planner.mip_solvers import (
@@ -27,6 +26,7 @@ from planner.mip_solvers import (
     minimise,
 )
 from planner.schedule import Compute, Schedule, computes, with_frees
+from planner.smallest import smallest_known
 from tests.chains import vgg19
 from tests.clock import stopwatch
 from tests.oracles import _frees
@@ -552,7 +552,7 @@ def test_interrupted(tmp_path: Path) -> None:
 import threading, os, signal, sys
 from graphs.synthetic import random_training
 from planner import solve, simulate, keep_all
-from planner.bounds import smallest_known
+from planner.smallest import smallest_known
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a parent that ignores Ctrl-C must not pass that on
 graph = random_training(40, 1)
 budget = int(0.5 * simulate(graph, keep_all(graph)).peak_bytes)

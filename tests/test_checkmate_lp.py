@@ -13,11 +13,11 @@ from graphs.errors import InputError
 from graphs.importers import load_checkmate
 from graphs.synthetic import chain, random_training
 from planner import Plan, Status, keep_all, simulate, solve
-from planner.bounds import smallest_known
 from planner.checkmate_model import checkmate_model, walk
 from planner.methods.checkmate_lp import ROUNDINGS, THRESHOLDS
 from planner.mip_solvers import minimise
 from planner.schedule import with_frees
+from planner.smallest import smallest_known
 from tests.oracles import least_time
 from tests.strategies import random_budget, random_graph
 

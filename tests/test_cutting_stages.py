@@ -17,10 +17,11 @@ from graphs.importers import load_checkmate
 from graphs.synthetic import chain, random_layered, random_training
 from planner import Status, keep_all, order_search, plan, pseudo_boolean, simulate, solve
 from planner.annealed_walks import AnnealedWalks
-from planner.bounds import least_bytes, smallest_known
+from planner.bounds import least_bytes
 from planner.methods import cutting_stages
 from planner.milp import Answer, Milp, Outcome
 from planner.schedule import computes, first_runs, with_frees
+from planner.smallest import smallest_known
 from planner.stage_model import stage_model, with_end
 from tests.clock import stopwatch
 from tests.interruption import interrupted
@@ -543,7 +544,7 @@ def test_blocks_in_another_order_count_where_nothing_else_is_known(monkeypatch: 
         search = cutting_stages._Search(graph, 3, 0.0, 60.0, None, seed=0, any_order=any_order)
         if known:
             search.offer(ordered, "start")
-        cutting_stages._blocks(search)
+        cutting_stages._blocks(search, scarce=not known)
         # Walks go on from there in graph order, and find that nothing has to run twice.
         assert search.time_ns == 3
         assert (search.best == other) is taken

@@ -11,10 +11,10 @@ import pytest
 from graphs.ir import Graph, Op
 from graphs.synthetic import linear_network, random_training
 from planner import list_walk
-from planner.bounds import smallest_known
 from planner.list_walk import ListWalk, Route, Walked
 from planner.schedule import keep_all, with_frees
 from planner.simulate import simulate
+from planner.smallest import smallest_known
 from planner.walk_search import WalkSearch
 from tests.strategies import random_budget, random_graph
 

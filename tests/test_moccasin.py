@@ -439,7 +439,7 @@ def test_progress_tells_times_bounds_and_phases() -> None:
 def test_interrupting_returns_what_was_found() -> None:
     script = (
         "from tests.test_moccasin import tight\nfrom planner import keep_all, simulate, solve\n"
-        "from planner.bounds import smallest_known\n"
+        "from planner.smallest import smallest_known\n"
         "graph, budget = tight()\nstart = smallest_known(graph)[1]\n"
         "budget = simulate(graph, start).peak_bytes\nprint('ready', flush=True)\n"
         "found = solve(graph, budget, method='moccasin', workers=1, start=start, gap=0.0, time_limit_s=100)\n"

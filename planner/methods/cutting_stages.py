@@ -21,12 +21,13 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 from graphs.ir import Graph
+from planner.annealing import LAST
 from planner.block_chain import block_schedule, is_chain
 from planner.incumbent import Incumbent
 from planner.loading import annealed_walks, undisturbed, walk_search
 from planner.milp import Answer, Outcome
 from planner.order_search import anneal_on, search_orders
-from planner.pebbling import least_peak
+from planner.pebbling import fitting, least_peak
 from planner.result import Plan
 from planner.schedule import Schedule, computes, first_runs, in_graph_order, keep_all, put_in_graph_order, renumbered, with_frees
 from planner.stage_cuts import LARGE, fitting_walk, missing, tightest
@@ -50,7 +51,9 @@ WHOLE, PARTS, FAR_AWAY = 0.01, 0.02, 0.05  # nearness to a whole number; share o
 BEYOND_WORK = 100_000  # between two looks at the clock where a MILP takes longer
 # Blocks are tried after so many rounds, or at once where nothing fits so far, for this share of the time that is left.
 BLOCKS_ROUND, BLOCKS_SHARE, FINE_GRID, BLOCKS_WORK = 3, 0.15, {"peaks": 6, "saves": 12}, 4_000_000
-PEBBLE_STATES, PEBBLE_SHARE = 20_000, 0.15  # sets of values to visit, share of the time left, at most, where nothing fits so far
+# Sets of values to visit, and share of the time left, at most, where nothing fits so far; moves, and ops of walks, for making
+# that cheaper at a time, and what is much.
+PEBBLE_STATES, PEBBLE_SHARE, PEBBLE_MOVES, PEBBLE_WORK, MUCH = 20_000, 0.15, 1_000_000, 500_000, 0.03
 # Of the time that is left at most: annealing, for graphs without a backward pass, on which list walks do poorly, or in any order
 # where nothing fits so far; search among all orders, where any will do.
 ANNEAL_SHARE, ORDERS_SHARE = 0.4, 0.75
@@ -272,10 +275,10 @@ def _first_schedules(search: _Search, guide: Callable[[float], None] | None) -> 
     if guide is not None and not search.nested:
         guide(until)
     search.tell_cut_short(time.perf_counter() >= until)
-    if search.time_ns is None and not _pebble(search):
-        return False
     if search.time_ns is None:
-        _blocks(search)
+        if not _pebble(search):
+            return False
+        _blocks(search, scarce=True)
     _elsewhere(search)
     return True
 
@@ -285,35 +288,59 @@ def _is_only_order(graph: Graph) -> bool:
     return all(any(graph.producer[x] == v - 1 for x in op.inputs) for v, op in enumerate(graph.ops) if v > 0)
 
 
-def _blocks(search: _Search) -> None:
-    """Try a chain of blocks, once; where nothing fits so far, with more ways to run a block."""
+def _blocks(search: _Search, *, scarce: bool = False) -> None:
+    """Try a chain of blocks, once; where next to nothing fits, with more ways to run a block, and in any order."""
     if search.chained or search.done() or not is_chain(search.graph):
         return
     search.chained = True
-    grid = {} if search.time_ns is not None else FINE_GRID
+    grid = FINE_GRID if scarce else {}
     share_s = BLOCKS_SHARE * search.left_s
     schedule, told = block_schedule(search.graph, search.budget_bytes, time_limit_s=share_s, seed=search.seed, **grid)
     search.tell_cut_short("cut_short" in told or told.get("stopped") == "time limit")
     if schedule is not None:
         runs = list(computes(schedule))
-        if search.time_ns is None or search.any_order or in_graph_order(runs):
+        if scarce or search.any_order or in_graph_order(runs):
             search.offer(schedule, "blocks")
         # Blocks put off what makes gradients of weights; without that it may not fit, and takes some work to fit again.
         search.follow(put_in_graph_order(runs), BLOCKS_WORK)
 
 
 def _pebble(search: _Search) -> bool:
-    """Nothing fits so far: ask how little any schedule needs. False where that is more than the budget."""
+    """Nothing fits so far: walk backwards from the end, which finds dear schedules for next to nothing.
+
+    Where it finds none, ask how little any schedule needs. False where that is more than the budget.
+    """
     until = time.perf_counter() + PEBBLE_SHARE * search.left_s
-    proved_bytes, schedule = least_peak(search.graph, states=PEBBLE_STATES, time_limit_s=until - time.perf_counter())
+    schedule = fitting(search.graph, search.budget_bytes, time_limit_s=until - time.perf_counter())
     search.tell_cut_short(time.perf_counter() >= until)
-    if proved_bytes > search.budget_bytes:
-        search.notes["infeasible"] = "no schedule in any order fits, however the ops are arranged"
-        search.notes["least_bytes"] = proved_bytes
-        return False
+    if schedule is None:
+        until = time.perf_counter() + PEBBLE_SHARE * search.left_s
+        proved_bytes, schedule = least_peak(search.graph, states=PEBBLE_STATES, time_limit_s=until - time.perf_counter())
+        search.tell_cut_short(time.perf_counter() >= until)
+        if proved_bytes > search.budget_bytes:
+            search.notes["infeasible"] = "no schedule in any order fits, however the ops are arranged"
+            search.notes["least_bytes"] = proved_bytes
+            return False
     if schedule is not None:
         search.offer(schedule, "pebbling")
+        _shorten(search)
     return True
+
+
+def _shorten(search: _Search) -> None:
+    """Anneal the best schedule, which is a dear one, and walk along what comes of that, by turns, while it gets much cheaper."""
+    until = time.perf_counter() + PEBBLE_SHARE * search.left_s
+    for turn in itertools.count(1):
+        if search.best is None or search.time_ns is None or search.done():
+            return
+        before_ns, left_s = search.time_ns, until - time.perf_counter()
+        if left_s <= 0:
+            search.tell_cut_short(True)
+            return
+        ended = anneal_on(search, list(computes(search.best)), search.seed + turn, left_s, PEBBLE_MOVES, (LAST,), keep_order=True)
+        search.follow(put_in_graph_order(ended.runs), PEBBLE_WORK, until)
+        if search.time_ns > (1 - MUCH) * before_ns:
+            return
 
 
 def _guide(search: _Search, closed_graph: Graph, event: int, until: float) -> None:
@@ -492,10 +519,10 @@ class _Search(Incumbent):
             self.begun = True
             self.take_walk()
 
-    def follow(self, sequence: Sequence[int], work: int = 0) -> None:
+    def follow(self, sequence: Sequence[int], work: int = 0, until: float = math.inf) -> None:
         """Let list walks begin from a sequence with first executions in graph order: of others nothing is proved."""
         if in_graph_order(sequence):
-            self.walks.follow(sequence, work, deadline=self.deadline)
+            self.walks.follow(sequence, work, deadline=min(until, self.deadline))
             self.take_walk()
 
     def take_walk(self) -> None:

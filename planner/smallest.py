@@ -1,0 +1,55 @@
+"""How small a budget can be: the smallest peak of any schedule in hand. What is proved is in ``bounds`` and ``pebbling``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+from graphs.ir import Graph
+from planner.bounds import least_bytes
+from planner.loading import walk_search
+from planner.pebbling import fitting
+from planner.schedule import Schedule, keep_all, with_frees
+from planner.simulate import simulate
+
+CLOSE = 0.005  # budgets are bisected to within this share
+
+
+def smallest_known(graph: Graph, *, time_limit_s: float = 10.0) -> tuple[int, Schedule]:
+    """The last of ``smaller_and_smaller``."""
+    *_, last = smaller_and_smaller(graph, time_limit_s=time_limit_s)
+    return last
+
+
+def smaller_and_smaller(graph: Graph, *, time_limit_s: float, proved_bytes: int | None = None) -> Iterator[tuple[int, Schedule]]:
+    """Schedules with smaller and smaller peaks, and these: keep all, what list walks find, what searches backwards find.
+
+    Budgets are bisected between the smallest peak so far and what is proved to be too little, to within 0.5 %.
+
+    time_limit_s  for all of it, half of it at most for walks, and one walk more; only keeping all is known where it is 0
+    proved_bytes  no schedule needs less (default: ``least_bytes``)
+    """
+    began = time.perf_counter()
+    works = simulate(graph, keep_all(graph)).peak_bytes
+    yield works, keep_all(graph)
+    proved_bytes = least_bytes(graph) if proved_bytes is None else proved_bytes
+    for find, deadline in ((_walked, began + time_limit_s / 2), (_pebbled, began + time_limit_s)):
+        fails = proved_bytes - 1
+        while works - fails > max(1, CLOSE * works) and time.perf_counter() < deadline:
+            middle = (works + fails) // 2
+            schedule = find(graph, middle, deadline)
+            if schedule is None:
+                fails = middle
+            else:
+                works = simulate(graph, schedule).peak_bytes
+                yield works, schedule
+
+
+def _walked(graph: Graph, budget_bytes: int, deadline: float) -> Schedule | None:
+    walks = walk_search()(graph, budget_bytes, seed=0)
+    walks.start(deadline=deadline)
+    return None if walks.runs is None else with_frees(graph, walks.runs.tolist())
+
+
+def _pebbled(graph: Graph, budget_bytes: int, deadline: float) -> Schedule | None:
+    return fitting(graph, budget_bytes, time_limit_s=deadline - time.perf_counter())

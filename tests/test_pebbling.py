@@ -1,0 +1,203 @@
+"""Searches backwards from the end: what no schedule goes below, and schedules where next to nothing fits."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+
+from graphs.ir import Graph, Op, Value
+from graphs.synthetic import Layered, chain, random_layered, random_training
+from planner.bounds import least_bytes
+from planner.methods.cutting_stages import solve
+from planner.pebbling import fitting, least_peak
+from planner.pebbling_sets import again_bytes, last_makers, sets_of, shrink
+from planner.result import Status
+from planner.schedule import keep_all, with_frees
+from planner.simulate import simulate
+from planner.smallest import smaller_and_smaller, smallest_known
+from planner.walk_search import WalkSearch
+from tests.oracles import least_budget
+from tests.strategies import random_graph
+
+
+def test_no_schedule_in_any_order_beats_the_proved_peak() -> None:
+    attained = better = 0
+    for seed in range(150):
+        graph = random_graph(seed)
+        least = least_budget(graph, keep_order=False)
+        proved, schedule = least_peak(graph)
+        assert least_bytes(graph) <= proved <= least, seed
+        better += proved > least_bytes(graph)
+        if schedule is not None:
+            assert simulate(graph, schedule).peak_bytes == proved == least, seed
+            attained += 1
+    assert attained >= 140
+    assert better >= 10
+
+
+def test_draws_and_effects_keep_their_order() -> None:
+    attained = 0
+    for seed in range(100):
+        graph = random_graph(seed, random=True, effect=True)
+        least = least_budget(graph, keep_order=False)
+        proved, schedule = least_peak(graph)
+        assert proved <= least, seed
+        for found in (schedule, fitting(graph, least)):
+            if found is not None:
+                assert simulate(graph, found).peak_bytes <= least, seed  # which checks the order, too
+                attained += 1
+    assert attained >= 120
+
+
+def test_a_search_that_stops_early_still_proves_something() -> None:
+    graph = random_training(12, seed=1)
+    full, _ = least_peak(graph)
+    bounds = [least_peak(graph, states=states)[0] for states in (2, 10, 100, 1000)]
+    assert bounds == sorted(bounds)
+    assert least_bytes(graph) <= bounds[0] and bounds[-1] <= full
+
+
+def test_schedules_fit_at_the_least_budget_and_none_below() -> None:
+    found = 0
+    for seed in range(150):
+        graph = random_graph(seed)
+        least = least_budget(graph, keep_order=False)
+        assert fitting(graph, least - 1) is None, seed
+        schedule = fitting(graph, least)
+        if schedule is not None:
+            assert simulate(graph, schedule).peak_bytes <= least, seed
+            found += 1
+    assert found >= 140
+
+
+def test_more_room_makes_a_chain_cheaper() -> None:
+    graph = chain(60)
+    times = []
+    for budget_bytes in (3, 5, 9, 17, 33, 121):
+        schedule = fitting(graph, budget_bytes)
+        assert schedule is not None
+        assert simulate(graph, schedule).peak_bytes <= budget_bytes
+        times.append(simulate(graph, schedule).time_ns)
+    assert times == sorted(times, reverse=True)
+    assert times[0] > 10 * graph.keep_all_time_ns  # all of the chain again for each of its layers
+    assert times[2] < times[0] / 3
+    assert times[-1] == graph.keep_all_time_ns
+
+
+def test_what_no_output_needs_runs_too() -> None:
+    """The side branch of two large values fits only when nothing else is there."""
+    values = (*(Value(f"x{i}", 3) for i in range(4)), Value("a", 5), Value("b", 5))
+    ops = (
+        Op("x0", (), (0,), 1),
+        Op("a", (), (4,), 1),
+        Op("x1", (0,), (1,), 1),
+        Op("b", (4,), (5,), 1),
+        Op("x2", (1,), (2,), 1),
+        Op("x3", (2, 0), (3,), 1),
+    )
+    graph = Graph("side branch", ops, values, frozenset(), frozenset({3}))
+    assert least_budget(graph, keep_order=False) == 10
+    schedule = fitting(graph, 10)
+    assert schedule is not None
+    assert simulate(graph, schedule).peak_bytes == 10
+
+
+def test_what_is_said_to_take_so_much_does() -> None:
+    """Of random sets: making a value again from what is there, by hand and compiled."""
+    rng = np.random.default_rng(0)
+    checked = 0
+    for seed in range(60):
+        graph = random_training(8, seed=seed)
+        sets = sets_of(graph)
+        present = rng.random(len(graph.values)) < 0.4
+        present[list(graph.resident)] = False  # always there, and never a member
+        for x in np.flatnonzero(~present).tolist():
+            if graph.producer[x] < 0:
+                continue
+            peak = again_bytes(sets, present, np.array([x]), 1 << 40)
+            assert again_bytes(sets, present, np.array([x]), int(peak) - 1) == -1
+            again = sorted(sets.ops[: sets.counted[0]].tolist())
+            wanted = {v: i for i, v in enumerate(again)}
+            here = frozenset(np.flatnonzero(present).tolist()) | graph.resident
+            made = {y for v in again for y in graph.ops[v].outputs}
+            new = [y in made and not present[y] for y in range(len(graph.values))]  # not: made again, but there already
+            sizes = tuple(Value(v.name, v.size_bytes if new[y] else 0) for y, v in enumerate(graph.values))
+            reads = {v: tuple(y for y in graph.ops[v].inputs if y not in here) for v in again}
+            part = Graph(
+                "part",
+                tuple(Op(graph.ops[v].name, reads[v], graph.ops[v].outputs, 1, graph.ops[v].workspace_bytes) for v in wanted),
+                sizes,
+                frozenset(range(len(sizes))) - made,
+                frozenset({x}),
+            )
+            assert simulate(part, with_frees(part, range(len(again)))).peak_bytes == peak, (seed, x)
+            checked += 1
+    assert checked > 300
+
+
+def test_sets_shrink_to_what_cannot_be_made_again_within_the_room() -> None:
+    graph = chain(10)
+    sets = sets_of(graph)
+
+    def shrunk(members: set[int], most_bytes: int, least_bytes: int = 0) -> set[int]:
+        present = np.zeros(len(graph.values), np.bool_)
+        present[list(members)] = True
+        held_bytes, dropped = shrink(sets, present, len(members), most_bytes, least_bytes)
+        left = set(np.flatnonzero(present).tolist())
+        assert held_bytes == len(left)
+        assert left | set(sets.dropped[:dropped].tolist()) == members
+        return left
+
+    assert shrunk({3}, 2) == set()
+    assert shrunk({3}, 1) == {3}  # its input and it take two bytes together
+    assert shrunk({2, 3}, 2) == set()  # the second from the first, then that
+    assert shrunk({1, 3}, 2) == {1, 3}
+    assert shrunk({1, 3}, 3) == set()
+    assert shrunk({3}, 2, least_bytes=2) == {3}
+
+
+def test_what_may_have_been_made_last() -> None:
+    graph = chain(10)
+    sets = sets_of(graph)
+    present = np.zeros(len(graph.values), np.bool_)
+    present[[3, 6]] = True
+    assert last_makers(sets, present, 2) == 2
+    assert sets.ops[:2].tolist() == [3, 6]
+    assert sets.needs[:2].tolist() == [3, 3]
+    assert sets.adds[:2].tolist() == [0, 0]
+    present[5] = True
+    assert last_makers(sets, present, 3) == 3
+    assert sets.needs[:3].tolist() == [4, 4, 3]
+    assert sets.adds[:3].tolist() == [0, 0, -1]
+
+
+def test_a_time_limit_ends_a_search() -> None:
+    graph = random_layered(Layered(2000, 0.3), seed=1)
+    fitting(chain(3), 3)  # loads what is compiled
+    began = time.process_time()
+    assert fitting(graph, least_bytes(graph), time_limit_s=0.2) is None
+    least_peak(graph, time_limit_s=0.2)
+    assert time.process_time() - began < 5
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_plans_are_found_where_list_walks_find_none(seed: int) -> None:
+    graph = random_training(40, seed=seed)
+    works_bytes, schedule = smallest_known(graph, time_limit_s=5)
+    assert simulate(graph, schedule).peak_bytes == works_bytes
+    walks = WalkSearch(graph, works_bytes, 0)
+    walks.start()
+    assert walks.runs is None
+    plan = solve(graph, works_bytes, time_limit_s=3)
+    assert plan.status in (Status.FEASIBLE, Status.OPTIMAL)
+
+
+def test_smaller_and_smaller_peaks() -> None:
+    graph = random_training(40, seed=0)
+    found = list(smaller_and_smaller(graph, time_limit_s=5))
+    peaks = [works_bytes for works_bytes, _ in found]
+    assert peaks[0] == simulate(graph, keep_all(graph)).peak_bytes
+    assert len(peaks) >= 3 and peaks == sorted(set(peaks), reverse=True)
+    assert all(simulate(graph, schedule).peak_bytes == works_bytes for works_bytes, schedule in found)
