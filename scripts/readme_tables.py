@@ -33,6 +33,15 @@ Every half percent of the keep-all peak, from all of it down to the smallest bud
 
 """
 
+LEAST = """
+
+# Smallest budgets
+
+How little works, and how little is proved to be needed in any order, as shares of the keep-all peak (`benchmarks/least.jsonl`,
+made by `python -m belady.bench_least`; costs are the roofline's). The overhead is that of a plan for that very budget, 20 s.
+
+"""
+
 LAYERED = """
 # Random layered graphs
 
@@ -131,6 +140,26 @@ def stepped(rows: Sequence[Row]) -> str:
     return table(header, lines)
 
 
+def smallest(rows: Sequence[Row]) -> str:
+    """One line for each workload."""
+    header = ("graph", "ops", "works", "proved needed", "apart", "seconds", "overhead there")
+    return table(
+        header,
+        (
+            (
+                row["graph"],
+                str(row["ops"]),
+                f"{percent(row['works_bytes'] / row['keep_all_peak_bytes'])} ({format_bytes(row['works_bytes'])})",
+                percent(row["proved_bytes"] / row["keep_all_peak_bytes"]),
+                percent(1 - row["proved_bytes"] / row["works_bytes"]),
+                f"{row['least_wall_s']:.1f}",
+                percent(row["overhead"]),
+            )
+            for row in rows
+        ),
+    )
+
+
 def layered(rows: Sequence[Row]) -> str:
     """One line for each kind of graph, order and budget."""
     groups: dict[tuple[str, str, str], list[Row]] = {}
@@ -194,6 +223,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     def work() -> int:
         page = PLANS + planned(read_rows(ROOT / "benchmarks" / "plans.jsonl"))
         page += GRID + stepped(read_rows(ROOT / "benchmarks" / "grid.jsonl")) + "\n"
+        page += LEAST + smallest(read_rows(ROOT / "benchmarks" / "least.jsonl")) + "\n"
         page += LAYERED + layered(read_rows(ROOT / "benchmarks" / "layered.jsonl")) + "\n"
         return publish({readme: with_section(readme, BEGIN, results()), plans: page}, check=check)
 

@@ -53,7 +53,7 @@ BEYOND_WORK = 100_000  # between two looks at the clock where a MILP takes longe
 BLOCKS_ROUND, BLOCKS_SHARE, FINE_GRID, BLOCKS_WORK = 3, 0.15, {"peaks": 6, "saves": 12}, 4_000_000
 # Sets of values to visit, and share of the time left, at most, where nothing fits so far; moves, and ops of walks, for making
 # that cheaper at a time, and what is much.
-PEBBLE_STATES, PEBBLE_SHARE, PEBBLE_MOVES, PEBBLE_WORK, MUCH = 20_000, 0.15, 1_000_000, 500_000, 0.03
+PEBBLE_STATES, PEBBLE_SHARE, PEBBLE_MOVES, PEBBLE_WORK, MUCH = 4_000, 0.15, 1_000_000, 500_000, 0.03
 # Of the time that is left at most: annealing, for graphs without a backward pass, on which list walks do poorly, or in any order
 # where nothing fits so far; search among all orders, where any will do.
 ANNEAL_SHARE, ORDERS_SHARE = 0.4, 0.75
@@ -275,10 +275,8 @@ def _first_schedules(search: _Search, guide: Callable[[float], None] | None) -> 
     if guide is not None and not search.nested:
         guide(until)
     search.tell_cut_short(time.perf_counter() >= until)
-    if search.time_ns is None:
-        if not _pebble(search):
-            return False
-        _blocks(search, scarce=True)
+    if search.time_ns is None and not _pebble(search):
+        return False
     _elsewhere(search)
     return True
 
@@ -306,24 +304,27 @@ def _blocks(search: _Search, *, scarce: bool = False) -> None:
 
 
 def _pebble(search: _Search) -> bool:
-    """Nothing fits so far: walk backwards from the end, which finds dear schedules for next to nothing.
+    """Nothing fits so far: walk backwards from the end, for how little any schedule needs, and for schedules, which are dear.
 
-    Where it finds none, ask how little any schedule needs. False where that is more than the budget.
+    False where any needs more than the budget. In between, graphs without a backward pass try other orders: theirs is poor.
     """
     until = time.perf_counter() + PEBBLE_SHARE * search.left_s
-    schedule = fitting(search.graph, search.budget_bytes, time_limit_s=until - time.perf_counter())
+    proved_bytes, schedule = least_peak(search.graph, states=PEBBLE_STATES, time_limit_s=until - time.perf_counter())
     search.tell_cut_short(time.perf_counter() >= until)
-    if schedule is None:
+    if proved_bytes > search.budget_bytes:
+        search.notes["infeasible"] = "no schedule in any order fits, however the ops are arranged"
+        search.notes["least_bytes"] = proved_bytes
+        return False
+    if not search.trained:
+        _elsewhere(search)
+    if search.time_ns is None:
         until = time.perf_counter() + PEBBLE_SHARE * search.left_s
-        proved_bytes, schedule = least_peak(search.graph, states=PEBBLE_STATES, time_limit_s=until - time.perf_counter())
+        schedule = fitting(search.graph, search.budget_bytes, time_limit_s=until - time.perf_counter()) or schedule
         search.tell_cut_short(time.perf_counter() >= until)
-        if proved_bytes > search.budget_bytes:
-            search.notes["infeasible"] = "no schedule in any order fits, however the ops are arranged"
-            search.notes["least_bytes"] = proved_bytes
-            return False
-    if schedule is not None:
-        search.offer(schedule, "pebbling")
-        _shorten(search)
+        if schedule is not None:
+            search.offer(schedule, "pebbling")
+            _shorten(search)
+        _blocks(search, scarce=True)
     return True
 
 
