@@ -32,7 +32,7 @@ from graphs.errors import InvalidSchedule
 from graphs.ir import Graph
 from planner.bounds import least_bytes
 from planner.loading import TINY, load_once, undisturbed
-from planner.schedule import Schedule, put_in_graph_order, with_frees
+from planner.schedule import Schedule, computes, in_graph_order, put_in_graph_order, with_frees
 from planner.simulate import simulate
 
 if TYPE_CHECKING:
@@ -72,23 +72,18 @@ def fitting(graph: Graph, budget_bytes: int, *, states: int = FIT_STATES, time_l
         return None
     search = _Backwards(graph)
     found: list[tuple[int, Schedule]] = []
-    for in_order, small_bytes in itertools.product((True, False), (0, search.small(SMALL_SHARE * budget_bytes))):
+    small = search.small(SMALL_SHARE * budget_bytes)
+    for in_order, stays in itertools.product((True, False), (search.early, search.early | small)):
         if time.perf_counter() >= deadline or (found and not in_order):
             break
         _, path = search.run(
-            budget_bytes,
-            states,
-            deadline,
-            latest=in_order,
-            only_latest=in_order,
-            most_bytes=budget_bytes,
-            keep_below_bytes=small_bytes,
+            budget_bytes, states, deadline, latest=in_order, only_latest=in_order, most_bytes=budget_bytes, stays=stays
         )
         if path is not None:
-            schedule = search.schedule(search.lazily(path, budget_bytes, small_bytes, deadline), budget_bytes)
+            schedule = search.schedule(search.lazily(path, budget_bytes, stays, deadline), budget_bytes)
             if schedule is not None:
                 found.append((simulate(graph, schedule).time_ns, schedule))
-    return min(found, key=lambda one: one[0])[1] if found else None
+    return min(found, key=lambda one: (not in_graph_order(computes(one[1])), one[0]))[1] if found else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +97,10 @@ class _Visited:
 
 
 class _Backwards:
-    """Searches in one graph."""
+    """Searches in one graph.
+
+    early  outputs that a forward gives back: where they stay, they are made before anything is that a backward makes
+    """
 
     def __init__(self, graph: Graph) -> None:
         load_once(_search_once)
@@ -112,11 +110,16 @@ class _Backwards:
         self._outputs = np.zeros(len(graph.values), np.bool_)
         self._outputs[[x for x in graph.outputs if graph.producer[x] >= 0]] = True
 
-    def small(self, total_bytes: float) -> int:
-        """The size below which all values together take no more than so many bytes."""
-        sizes = np.sort(self._sets.size)
-        at = int(np.searchsorted(np.cumsum(sizes), total_bytes, side="right"))
-        return int(sizes[at]) if at < sizes.size else 0
+        backward = [op.backward for op in graph.ops]
+        self._is_backward = np.array([p >= 0 and backward[p] for p in graph.producer], np.bool_)
+        self.early = self._outputs & ~self._is_backward & any(backward)
+
+    def small(self, total_bytes: float) -> Flags:
+        """The smallest values, which together take no more than so many bytes."""
+        order = np.argsort(self._sets.size, kind="stable")
+        few = np.zeros(order.size, np.bool_)
+        few[order[np.cumsum(self._sets.size[order]) <= total_bytes]] = True
+        return few
 
     def run(
         self,
@@ -127,7 +130,7 @@ class _Backwards:
         latest: bool,
         only_latest: bool = False,
         most_bytes: int | None = None,
-        keep_below_bytes: int = 0,
+        stays: Flags | None = None,
     ) -> tuple[int, list[_Visited] | None]:
         """The peak come to, and the path from the outputs to ∅ where it has arrived there.
 
@@ -135,9 +138,11 @@ class _Backwards:
         latest            of sets with the same peak, go on with that before the latest op; else with the smallest
         only_latest       no other op, which mostly leads to graph order
         most_bytes        no set with a higher peak
-        keep_below_bytes  values smaller than this are not made again for room
+        stays             values that are not dropped
         """
         sets, kernels, resident = self._sets, self._kernels, self._graph.resident_bytes
+        stays = np.zeros_like(self._outputs) if stays is None else stays
+        makes_early = {self._graph.producer[x] for x in np.flatnonzero(self.early & stays).tolist()}
         visited: list[_Visited] = []
         seen: set[bytes] = set()
         heap: list[tuple[int, int, int, int]] = [(level_bytes, 0, -1, -1)]
@@ -147,7 +152,7 @@ class _Backwards:
             level_bytes = max(level_bytes, peak)
             present = self._outputs.copy() if op < 0 else self._before(self._members(visited[after]), op)
             held = int(sets.size[present].sum())
-            held, dropped = kernels.shrink(sets, present, held, level_bytes - resident, keep_below_bytes)
+            held, dropped = kernels.shrink(sets, present, held, level_bytes - resident, stays)
             members = np.packbits(present).tobytes()
             if members in seen:
                 continue
@@ -158,8 +163,9 @@ class _Backwards:
             makers = kernels.last_makers(sets, present, held)
             ops, needs, adds = sets.ops[:makers], sets.needs[:makers] + resident, sets.adds[:makers]
             order = np.arange(makers) if latest else np.lexsort((ops, -adds))  # the newest goes first
+            too_late = makes_early if (present & self._is_backward).any() else ()
             for i in order[-1:] if only_latest else order:
-                if most_bytes is None or needs[i] <= most_bytes:
+                if (most_bytes is None or needs[i] <= most_bytes) and int(ops[i]) not in too_late:
                     count += 1
                     heapq.heappush(heap, (max(level_bytes, int(needs[i])), -count, len(visited) - 1, int(ops[i])))
         return max(level_bytes, heap[0][0]) if heap else level_bytes, None
@@ -174,7 +180,7 @@ class _Backwards:
         before[[x for x in one.inputs if self._graph.producer[x] >= 0]] = True
         return before
 
-    def lazily(self, path: Sequence[_Visited], budget_bytes: int, keep_below_bytes: int, deadline: float) -> list[_Visited]:
+    def lazily(self, path: Sequence[_Visited], budget_bytes: int, stays: Flags, deadline: float) -> list[_Visited]:
         """The same path, but with what can be dropped kept until there is no room for it, and then all dropped at once.
 
         What is left to do from where things are dropped is what the path does from a set that holds no less.
@@ -197,14 +203,14 @@ class _Backwards:
                     break
                 steps.append((op, before))
                 ahead, reached = before, reached + on_path
-            if steps and not (self._shrunk(ahead, room_bytes, keep_below_bytes)[0] & ~wanted[reached]).any():
+            if steps and not (self._shrunk(ahead, room_bytes, stays)[0] & ~wanted[reached]).any():
                 for op, members in steps:
                     visited.append(_Visited(np.packbits(members).tobytes(), (), len(visited) - 1, op))
                 present, at, stride = ahead, reached, 2 * stride
             elif len(steps) > 1:
                 stride = len(steps) // 2
             else:
-                present, dropped = self._shrunk(present, room_bytes, keep_below_bytes)
+                present, dropped = self._shrunk(present, room_bytes, stays)
                 if not dropped:  # what is left has shrunk in another order than on the path
                     break
                 last = visited[-1]
@@ -217,11 +223,11 @@ class _Backwards:
         touched[list(self._graph.ops[op].outputs)] = True
         return int(self._sets.size[touched].sum()) + int(self._sets.workspace[op])
 
-    def _shrunk(self, present: Flags, most_bytes: int, least_bytes: int) -> tuple[Flags, list[int]]:
+    def _shrunk(self, present: Flags, most_bytes: int, stays: Flags) -> tuple[Flags, list[int]]:
         """The set without what can be dropped, and that."""
         rest = present.copy()
         held_bytes = int(self._sets.size[rest].sum())
-        _, count = self._kernels.shrink(self._sets, rest, held_bytes, most_bytes, least_bytes)
+        _, count = self._kernels.shrink(self._sets, rest, held_bytes, most_bytes, stays)
         return rest, self._sets.dropped[:count].tolist()
 
     def _path(self, visited: Sequence[_Visited]) -> list[_Visited]:
@@ -242,7 +248,7 @@ class _Backwards:
         # What no output needs is run first, when nothing else is there.
         for v in sorted(set(range(len(graph.ops))).difference(runs), reverse=True):
             runs = [*self._made_from_nothing(v), *runs]
-        for sequence in (runs, put_in_graph_order(runs)):
+        for sequence in (put_in_graph_order(runs), runs):
             schedule = with_frees(graph, sequence)
             try:
                 if simulate(graph, schedule).peak_bytes <= peak_bytes:

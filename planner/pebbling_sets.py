@@ -139,10 +139,10 @@ def again_bytes(s: Sets, present: Flags, values: Ints, room_bytes: int) -> int:
 
 
 @njit
-def shrink(s: Sets, present: Flags, held_bytes: int, most_bytes: int, least_bytes: int) -> tuple[int, int]:
+def shrink(s: Sets, present: Flags, held_bytes: int, most_bytes: int, stays: Flags) -> tuple[int, int]:
     """Drop what can be made again from the rest within ``most_bytes``, until nothing can; bytes held then, and how many dropped.
 
-    least_bytes  what is smaller stays
+    stays  what is not dropped
     """
     count, found = 0, True
     one = np.empty(1, np.int64)
@@ -150,7 +150,7 @@ def shrink(s: Sets, present: Flags, held_bytes: int, most_bytes: int, least_byte
         found = False
         for a in range(s.outputs.size - 1, -1, -1):
             x = s.outputs[a]
-            if not present[x] or s.size[x] < least_bytes:
+            if not present[x] or stays[x]:
                 continue
             present[x] = False
             one[0] = x

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,7 +16,7 @@ from planner.methods.cutting_stages import solve
 from planner.pebbling import fitting, least_peak
 from planner.pebbling_sets import again_bytes, last_makers, sets_of, shrink
 from planner.result import Status
-from planner.schedule import keep_all, with_frees
+from planner.schedule import computes, keep_all, with_frees
 from planner.simulate import simulate
 from planner.smallest import smaller_and_smaller, smallest_known
 from planner.walk_search import WalkSearch
@@ -141,10 +143,12 @@ def test_sets_shrink_to_what_cannot_be_made_again_within_the_room() -> None:
     graph = chain(10)
     sets = sets_of(graph)
 
-    def shrunk(members: set[int], most_bytes: int, least_bytes: int = 0) -> set[int]:
+    def shrunk(members: set[int], most_bytes: int, stays: Sequence[int] = ()) -> set[int]:
         present = np.zeros(len(graph.values), np.bool_)
         present[list(members)] = True
-        held_bytes, dropped = shrink(sets, present, len(members), most_bytes, least_bytes)
+        staying = np.zeros(len(graph.values), np.bool_)
+        staying[list(stays)] = True
+        held_bytes, dropped = shrink(sets, present, len(members), most_bytes, staying)
         left = set(np.flatnonzero(present).tolist())
         assert held_bytes == len(left)
         assert left | set(sets.dropped[:dropped].tolist()) == members
@@ -155,7 +159,7 @@ def test_sets_shrink_to_what_cannot_be_made_again_within_the_room() -> None:
     assert shrunk({2, 3}, 2) == set()  # the second from the first, then that
     assert shrunk({1, 3}, 2) == {1, 3}
     assert shrunk({1, 3}, 3) == set()
-    assert shrunk({3}, 2, least_bytes=2) == {3}
+    assert shrunk({3}, 2, stays=[3]) == {3}
 
 
 def test_what_may_have_been_made_last() -> None:
@@ -201,3 +205,21 @@ def test_smaller_and_smaller_peaks() -> None:
     assert peaks[0] == simulate(graph, keep_all(graph)).peak_bytes
     assert len(peaks) >= 3 and peaks == sorted(set(peaks), reverse=True)
     assert all(simulate(graph, schedule).peak_bytes == works_bytes for works_bytes, schedule in found)
+
+
+def test_what_a_forward_gives_back_is_made_before_the_backward() -> None:
+    found = 0
+    for seed in range(20):
+        trained = random_training(12, seed=seed)
+        forward = [v for v, op in enumerate(trained.ops) if not op.backward]
+        given_back = {trained.ops[v].outputs[0] for v in forward[2:8:3]}
+        graph = replace(trained, outputs=trained.outputs | given_back)
+        proved, _ = least_peak(graph, time_limit_s=2)
+        schedule = fitting(graph, int(1.05 * proved))
+        if schedule is None:
+            continue
+        runs = list(computes(schedule))
+        begun = next(at for at, v in enumerate(runs) if graph.ops[v].backward)
+        assert {graph.producer[x] for x in given_back} <= set(runs[:begun]), seed
+        found += 1
+    assert found >= 10
