@@ -12,7 +12,7 @@ from graphs.ir import Graph
 from planner.bounds import least_bytes
 from planner.budget import resolve_budget
 from planner.pebbling import least_peak
-from planner.plan import check_options, solve, step_of
+from planner.plan import check_numbers, check_options, solve, step_of
 from planner.result import Plan, Status
 from planner.schedule import Schedule, computes, in_graph_order, keep_all
 from planner.simulate import simulate
@@ -131,13 +131,17 @@ def min_budget(graph: Graph, *, time_limit_s: float = 30.0, within: float = 0.01
     within        stop where two budgets are this close, relatively
     """
     check_options({"time_limit_s": time_limit_s, "seed": seed})
+    check_numbers(graph)
     deadline = time.perf_counter() + time_limit_s
     schedule = keep_all(graph)
     works, proved = simulate(graph, schedule).peak_bytes, least_bytes(graph)
     interrupted = False
     try:
-        pebbled, attained = least_peak(graph, time_limit_s=time_limit_s / 3)
-        proved = max(proved, pebbled)
+        told: list[int] = [proved]
+        try:
+            proved, attained = least_peak(graph, time_limit_s=time_limit_s / 3, proves=told.append)
+        finally:  # on Ctrl-C too
+            proved = max(proved, told[-1])
         if attained is not None:
             return MinBudget(simulate(graph, attained).peak_bytes, attained, proved)
         for known in smaller_and_smaller(graph, time_limit_s=time_limit_s / 3, proved_bytes=proved):

@@ -21,7 +21,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +32,7 @@ from graphs.errors import InvalidSchedule
 from graphs.ir import Graph
 from planner.bounds import least_bytes
 from planner.loading import TINY, load_once, undisturbed
-from planner.schedule import Schedule, computes, in_graph_order, put_in_graph_order, with_frees
+from planner.schedule import Schedule, keep_all, put_in_graph_order, with_frees
 from planner.simulate import simulate
 
 if TYPE_CHECKING:
@@ -45,45 +45,51 @@ MOST_RUNS = 200  # of an op on average: beyond, a sequence is of no use
 Flags = npt.NDArray[np.bool_]
 
 
-def least_peak(graph: Graph, *, states: int = STATES, time_limit_s: float = 60.0) -> tuple[int, Schedule | None]:
+def least_peak(
+    graph: Graph, *, states: int = STATES, time_limit_s: float = 60.0, proves: Callable[[int], None] | None = None
+) -> tuple[int, Schedule | None]:
     """Bytes that every schedule needs, whatever its order, and a schedule with that very peak where the search found one.
 
-    states  sets to visit at most: more of them, a better bound. Time and memory are in proportion
+    states  sets to visit at most, half of them in each of two searches: more of them, a better bound. Time and memory are in
+            proportion
+    proves  called with what is proved, each time that it is more
     """
     deadline = time.perf_counter() + time_limit_s
     proved = least_bytes(graph)
     search = _Backwards(graph)
     for latest in (False, True):
-        limit_s = max(0.0, deadline - time.perf_counter()) / (1 if latest else 2)
-        level, path = search.run(proved, states // 2, time.perf_counter() + limit_s, latest=latest)
-        proved = max(proved, level)
+        proved, path = search.run(proved, max(1, states // 2), deadline, latest=latest, proves=proves)
         if path is not None:
             return proved, search.schedule(path, proved)
     return proved, None
 
 
-def fitting(graph: Graph, budget_bytes: int, *, states: int = FIT_STATES, time_limit_s: float = 10.0) -> Schedule | None:
-    """A schedule within a budget, often where nothing else finds one; None is no proof that there is none. It may be dear.
+def fitting(graph: Graph, budget_bytes: int, *, states: int = FIT_STATES, time_limit_s: float = 10.0) -> Iterator[Schedule]:
+    """Schedules within a budget, often where nothing else finds one. They may be dear; that there is none is no proof.
 
     states  sets to visit at most, in each of a few searches; the first are for schedules in graph order
     """
     deadline = time.perf_counter() + time_limit_s
+    whole = keep_all(graph)
+    if simulate(graph, whole).peak_bytes <= budget_bytes:
+        yield whole
+        return
     if least_bytes(graph) > budget_bytes:
-        return None
+        return
     search = _Backwards(graph)
-    found: list[tuple[int, Schedule]] = []
     small = search.small(SMALL_SHARE * budget_bytes)
+    found = False
     for in_order, stays in itertools.product((True, False), (search.early, search.early | small)):
         if time.perf_counter() >= deadline or (found and not in_order):
-            break
+            return
         _, path = search.run(
             budget_bytes, states, deadline, latest=in_order, only_latest=in_order, most_bytes=budget_bytes, stays=stays
         )
         if path is not None:
             schedule = search.schedule(search.lazily(path, budget_bytes, stays, deadline), budget_bytes)
             if schedule is not None:
-                found.append((simulate(graph, schedule).time_ns, schedule))
-    return min(found, key=lambda one: (not in_graph_order(computes(one[1])), one[0]))[1] if found else None
+                found = True
+                yield schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +137,7 @@ class _Backwards:
         only_latest: bool = False,
         most_bytes: int | None = None,
         stays: Flags | None = None,
+        proves: Callable[[int], None] | None = None,
     ) -> tuple[int, list[_Visited] | None]:
         """The peak come to, and the path from the outputs to ∅ where it has arrived there.
 
@@ -139,6 +146,7 @@ class _Backwards:
         only_latest       no other op, which mostly leads to graph order
         most_bytes        no set with a higher peak
         stays             values that are not dropped
+        proves            as in ``least_peak``
         """
         sets, kernels, resident = self._sets, self._kernels, self._graph.resident_bytes
         stays = np.zeros_like(self._outputs) if stays is None else stays
@@ -149,7 +157,10 @@ class _Backwards:
         count = 0
         while heap and len(visited) < states and time.perf_counter() < deadline:
             peak, _, after, op = heapq.heappop(heap)
-            level_bytes = max(level_bytes, peak)
+            if peak > level_bytes:
+                level_bytes = peak
+                if proves is not None:
+                    proves(peak)
             present = self._outputs.copy() if op < 0 else self._before(self._members(visited[after]), op)
             held = int(sets.size[present].sum())
             held, dropped = kernels.shrink(sets, present, held, level_bytes - resident, stays)
@@ -183,7 +194,9 @@ class _Backwards:
     def lazily(self, path: Sequence[_Visited], budget_bytes: int, stays: Flags, deadline: float) -> list[_Visited]:
         """The same path, but with what can be dropped kept until there is no room for it, and then all dropped at once.
 
-        What is left to do from where things are dropped is what the path does from a set that holds no less.
+        Each step is the path's next one, or the making of something that the path has dropped already, whichever op is later. It
+        may be gone where what is held then can shrink to no more than the path holds there, so that all that the path does from
+        there on can still be done. That is looked at for several steps at once, twice as many each time: it takes longer than they.
         """
         room_bytes = budget_bytes - self._graph.resident_bytes
         wanted = [self._members(state) for state in reversed(path)]  # in the order of the search, as below
@@ -245,17 +258,55 @@ class _Backwards:
                 runs.append(state.op)
             if len(runs) > MOST_RUNS * len(graph.ops):
                 return None
-        # What no output needs is run first, when nothing else is there.
-        for v in sorted(set(range(len(graph.ops))).difference(runs), reverse=True):
-            runs = [*self._made_from_nothing(v), *runs]
-        for sequence in (put_in_graph_order(runs), runs):
-            schedule = with_frees(graph, sequence)
-            try:
-                if simulate(graph, schedule).peak_bytes <= peak_bytes:
-                    return schedule
-            except InvalidSchedule:
-                continue
+        for whole in (runs,) if len(set(runs)) == len(graph.ops) else (self._beside(runs), self._ahead(runs)):
+            for sequence in (put_in_graph_order(whole), whole):
+                schedule = with_frees(graph, sequence)
+                try:
+                    if simulate(graph, schedule).peak_bytes <= peak_bytes:
+                        return schedule
+                except InvalidSchedule:
+                    continue
         return None
+
+    def _beside(self, runs: Sequence[int]) -> list[int]:
+        """The runs and, each as soon as its inputs have been made, the ops that no output needs."""
+        ran = set(runs)
+        rest = [v for v in range(len(self._graph.ops)) if v not in ran]
+        waits = {v: {self._graph.producer[x] for x in self._graph.ops[v].inputs} - {-1} for v in rest}
+        readers: dict[int, list[int]] = {}
+        for v in rest:
+            for u in waits[v]:
+                readers.setdefault(u, []).append(v)
+        whole: list[int] = []
+        made: set[int] = set()
+        ready = [v for v in rest if not waits[v]]  # a heap: ascending
+
+        def run(u: int) -> None:
+            whole.append(u)
+            if u not in made:
+                made.add(u)
+                for v in readers.get(u, ()):
+                    waits[v].discard(u)
+                    if not waits[v]:
+                        heapq.heappush(ready, v)
+
+        while ready:
+            run(heapq.heappop(ready))
+        for coming in runs:
+            run(coming)
+            while ready:
+                run(heapq.heappop(ready))
+        return whole
+
+    def _ahead(self, runs: Sequence[int]) -> list[int]:
+        """The same, but with these ops first, each after its ancestors, when nothing else is there."""
+        ran = set(runs)
+        parts: list[list[int]] = [list(runs)]
+        for v in range(len(self._graph.ops) - 1, -1, -1):
+            if v not in ran:
+                parts.append(self._made_from_nothing(v))
+                ran.update(parts[-1])
+        return [v for part in reversed(parts) for v in part]
 
     def _made_from_nothing(self, op: int) -> list[int]:
         """An op after its ancestors."""
@@ -289,4 +340,7 @@ def _kernels() -> Any:
 
 
 def _search_once() -> None:
-    _Backwards(TINY).run(0, 2, float("inf"), latest=True)
+    search = _Backwards(TINY)  # which asks for this again, in vain
+    _, path = search.run(0, 2, float("inf"), latest=True)
+    assert path is not None
+    search.schedule(search.lazily(path, 1, search.early, float("inf")), 1)

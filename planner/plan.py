@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from planner.methods import method as method_named
 from planner.result import Plan, Status
 from planner.schedule import Compute, Free, Schedule, computes, first_runs, hold_early, in_graph_order, keep_all
 from planner.simulate import simulate
-from planner.smallest import smallest_known
+from planner.smallest import smaller_and_smaller
 
 if TYPE_CHECKING:
     import torch
@@ -222,10 +223,11 @@ def infeasible(graph: Graph, budget_bytes: int, plan: Plan | None = None, *, tim
 
 def _works_bytes(graph: Graph, time_limit_s: float) -> int:
     """The smallest budget known to work: at least keeping everything does, if there is no time for more, and on Ctrl-C."""
-    try:
-        return smallest_known(graph, time_limit_s=min(MESSAGE_S, time_limit_s))[0]
-    except KeyboardInterrupt:
-        return simulate(graph, keep_all(graph)).peak_bytes
+    works_bytes = simulate(graph, keep_all(graph)).peak_bytes
+    with suppress(KeyboardInterrupt):
+        for works_bytes, _ in smaller_and_smaller(graph, time_limit_s=min(MESSAGE_S, time_limit_s)):  # noqa: B007
+            pass
+    return works_bytes
 
 
 def step_of(

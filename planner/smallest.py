@@ -52,4 +52,4 @@ def _walked(graph: Graph, budget_bytes: int, deadline: float) -> Schedule | None
 
 
 def _pebbled(graph: Graph, budget_bytes: int, deadline: float) -> Schedule | None:
-    return fitting(graph, budget_bytes, time_limit_s=deadline - time.perf_counter())
+    return next(fitting(graph, budget_bytes, time_limit_s=deadline - time.perf_counter()), None)

@@ -217,6 +217,8 @@ def _rounds(search: _Search) -> bool:
             if _is_only_order(graph):
                 search.notes["infeasible"] = "no schedule fits, and no other order of first executions is valid"
                 return False
+            if search.best is None and not search.nested and not _pebble(search):
+                return False
             _elsewhere(search)
             if search.best is None:
                 search.notes["stopped"] = "no schedule with this order of first executions fits"
@@ -319,11 +321,12 @@ def _pebble(search: _Search) -> bool:
         _elsewhere(search)
     if search.time_ns is None:
         until = time.perf_counter() + PEBBLE_SHARE * search.left_s
-        schedule = fitting(search.graph, search.budget_bytes, time_limit_s=until - time.perf_counter()) or schedule
+        for found in fitting(search.graph, search.budget_bytes, time_limit_s=until - time.perf_counter()):
+            search.offer(found, "pebbling")
         search.tell_cut_short(time.perf_counter() >= until)
-        if schedule is not None:
+        if search.time_ns is None and schedule is not None:
             search.offer(schedule, "pebbling")
-            _shorten(search)
+        _shorten(search)
         _blocks(search, scarce=True)
     return True
 
