@@ -196,7 +196,7 @@ class _Backwards:
 
         Each step is the path's next one, or the making of something that the path has dropped already, whichever op is later. It
         may be gone where what is held then can shrink to no more than the path holds there, so that all that the path does from
-        there on can still be done. That is looked at for several steps at once, twice as many each time: it takes longer than they.
+        there on can still be done. That is looked at for several steps at once, twice as many each time.
         """
         room_bytes = budget_bytes - self._graph.resident_bytes
         wanted = [self._members(state) for state in reversed(path)]  # in the order of the search, as below
