@@ -38,8 +38,8 @@ LEAST = """
 # Smallest budgets
 
 How little works, and how little is proved to be needed in any order, as shares of the keep-all peak (`benchmarks/least.jsonl`,
-made by `python -m belady.bench_least`; costs are the roofline's). The overhead is that of a plan for that very budget, 20 s, which does not
-begin from the schedule that came with it; -: no other one found.
+made by `python -m belady.bench_least`; costs are the roofline's). The overhead is that of a plan for that very budget, 20 s,
+which does not begin from the schedule that came with it; -: no other one found.
 
 """
 
