@@ -13,6 +13,7 @@ from planner.schedule import Schedule, keep_all, with_frees
 from planner.simulate import simulate
 
 CLOSE = 0.005  # budgets are bisected to within this share
+STATES = 500  # of a search for one of these budgets
 
 
 def smallest_known(graph: Graph, *, time_limit_s: float = 10.0) -> tuple[int, Schedule]:
@@ -52,4 +53,4 @@ def _walked(graph: Graph, budget_bytes: int, deadline: float) -> Schedule | None
 
 
 def _pebbled(graph: Graph, budget_bytes: int, deadline: float) -> Schedule | None:
-    return next(fitting(graph, budget_bytes, time_limit_s=deadline - time.perf_counter()), None)
+    return next(fitting(graph, budget_bytes, states=STATES, time_limit_s=deadline - time.perf_counter()), None)
