@@ -245,9 +245,9 @@ def work(graphs: Mapping[str, Graph], cells: Sequence[Cell], jobs: int) -> Gener
                 yield cell, row
     finally:
         left = [*idle, *((process, line) for line, (process, _, _) in busy.items())]
-        for process, line in left:
-            line.close()
+        for process, line in left:  # told to stop first: a process that finds its line closed may begin to complain
             process.terminate()
+            line.close()
         for process, _ in left:
             process.join(GRACE_S)
             _kill(process)
