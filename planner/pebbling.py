@@ -344,3 +344,4 @@ def _search_once() -> None:
     _, path = search.run(0, 2, float("inf"), latest=True)
     assert path is not None
     search.schedule(search.lazily(path, 1, search.early, float("inf")), 1)
+    search._again(np.zeros(1, np.bool_), [0], 1, [])
