@@ -22,9 +22,9 @@ import time
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from graphs.ir import Graph
+from planner.flat import Ints, begins, reads_and_makes
 from planner.incumbent import Incumbent
 from planner.loading import TINY, load_once
 from planner.schedule import with_frees
@@ -46,8 +46,6 @@ SPARE = 6  # runs of an op that can be added before ops are spread anew
 FULL = 0.6  # share of occupied slots at which they are
 CROWDED = 0.5  # … and share of the moves that found no empty slot
 
-Ints = npt.NDArray[np.int64]
-
 
 class Annealer:
     """A sequence under annealing. Repeats exactly for the same calls and seed.
@@ -58,21 +56,16 @@ class Annealer:
     def __init__(self, graph: Graph, ops: Sequence[int], budget_bytes: int, seed: int, *, keep_order: bool) -> None:
         """``ops`` must be a valid sequence; ``keep_order`` leaves the first run of every op where it is among the others."""
         load_once(_anneal_once)
-        made = [producer >= 0 for producer in graph.producer]
-        size = [0 if x in graph.resident else value.size_bytes for x, value in enumerate(graph.values)]
+        flat = reads_and_makes(graph)
+        *_, producer, size = flat
         # Draws and effects keep their order, so first runs of such ops stay; the latter never run again.
         fixed = np.array([keep_order or op.random or op.effect for op in graph.ops], np.bool_)
         again = [v for v, op in enumerate(graph.ops) if not op.effect and any(size[x] for x in op.outputs)]
-        in_rows, inputs = _rows([tuple(dict.fromkeys(x for x in op.inputs if made[x])) for op in graph.ops])
         self._budget_bytes = budget_bytes
         self._base = graph.resident_bytes - budget_bytes
-        self._wanted = np.array([x for x in sorted(graph.outputs) if made[x]], np.int64)
+        self._wanted = np.array([x for x in sorted(graph.outputs) if producer[x] >= 0], np.int64)
         self._graph = (
-            in_rows,
-            inputs,
-            *_rows([op.outputs for op in graph.ops]),
-            np.array(graph.producer, np.int64),
-            np.array(size, np.int64),
+            *flat,
             np.array([op.time_ns for op in graph.ops], np.int64),
             np.array([op.workspace_bytes for op in graph.ops], np.int64),
             fixed,
@@ -116,7 +109,7 @@ class Annealer:
         most_runs = np.bincount(sequence, minlength=in_rows.size - 1) + SPARE
         most_reads = np.ones(producer.size, np.int64)
         np.add.at(most_reads, inputs, np.repeat(most_runs, np.diff(in_rows)))
-        run_rows, read_rows = _begins(most_runs), _begins(most_reads)
+        run_rows, read_rows = begins(most_runs), begins(most_reads)
         changes = 4 * int((np.diff(in_rows) + np.diff(out_rows)).max(initial=0)) + 8
         self._state = annealing_moves.State(
             *self._graph,
@@ -168,18 +161,6 @@ def _anneal_once() -> None:
 def _ops_of(slot: Ints) -> list[int]:
     ops: list[int] = slot[slot >= 0].tolist()
     return ops
-
-
-def _rows(lists: Sequence[Sequence[int]]) -> tuple[Ints, Ints]:
-    """Lists of numbers as where each list begins (and the last one ends) in one array, and that array."""
-    return _begins(np.array([len(numbers) for numbers in lists], np.int64)), np.array(
-        [number for numbers in lists for number in numbers], np.int64
-    )
-
-
-def _begins(lengths: Ints) -> Ints:
-    """Where rows of these lengths begin in one array, and where the last one ends."""
-    return np.concatenate((np.zeros(1, np.int64), np.cumsum(lengths)))
 
 
 def useful(graph: Graph, ops: Sequence[int]) -> list[int]:

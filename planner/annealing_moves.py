@@ -10,16 +10,12 @@ that it is never over. A copy of a value is there from the run that makes it to 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import NamedTuple
 
-import numba
 import numpy as np
-import numpy.typing as npt
 
-Ints = npt.NDArray[np.int64]
-Flags = npt.NDArray[np.bool_]
-F = TypeVar("F", bound=Callable[..., object])
+from planner.compiled import njit
+from planner.flat import Flags, Ints
 
 HOLE = 1 << 60
 EXCESS, TIME, BEST, SEVERAL, CROWDED, FULL = range(6)  # entries of ``totals``
@@ -71,12 +67,6 @@ class State(NamedTuple):
     at: Ints
     change: Ints
     totals: Ints
-
-
-def njit(function: F) -> F:
-    """``numba.njit``, cached, with the types of the function; numba's own say that what it compiles takes nothing."""
-    compiled: Any = numba.njit(cache=True)(function)
-    return cast(F, compiled)
 
 
 @njit

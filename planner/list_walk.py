@@ -26,9 +26,9 @@ from typing import Any
 
 import numba
 import numpy as np
-import numpy.typing as npt
 
 from graphs.ir import Graph
+from planner.flat import Flags, Floats, Ints, rows
 from planner.loading import TINY, load_once
 
 REMAKE_LIMIT = 300  # ancestors counted in a score at most; beyond, a value is dear enough anyway
@@ -37,10 +37,6 @@ MOST_STEPS = 100_000_000  # values and ancestors looked at, a second or two: not
 STEPS_PER_S, LEAST_S = 50_000_000, 0.02  # about as many; and time for the walk that begins when time is up
 LEAST_NS = 1e-9  # what an op of no time counts in a score: were it nothing, no factor would tell such values apart
 SOON = 1e-200  # factor of a score where the route makes the value again anyway; any weight in use is between 1e-100 and 1e100
-
-Ints = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float64]
-Flags = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -94,8 +90,8 @@ class ListWalk:
         inputs = [tuple(dict.fromkeys(v for v in op.inputs if made[v])) for op in graph.ops]
         inputs.append(tuple(v for v in sorted(graph.outputs) if made[v]))
         outputs = [*(op.outputs for op in graph.ops), ()]
-        self.in_rows, self.inputs = _rows(inputs)
-        self.out_rows, self.outputs = _rows(outputs)
+        self.in_rows, self.inputs = rows(inputs)
+        self.out_rows, self.outputs = rows(outputs)
         needs = [op.workspace_bytes + sum(graph.values[v].size_bytes for v in op.outputs) for op in graph.ops]
         again = [math.inf if op.effect else max(float(op.time_ns), LEAST_NS) for op in graph.ops]
         self.op_time_ns = np.array([*(float(op.time_ns) for op in graph.ops), 0.0])
@@ -180,13 +176,6 @@ class ListWalk:
 def _walk_once() -> None:
     tiny = ListWalk(TINY, 1)
     tiny.follow(tiny.route([0]))
-
-
-def _rows(lists: Sequence[Sequence[int]]) -> tuple[Ints, Ints]:
-    """Lists of numbers as where each list begins (and the last one ends) in one array, and that array."""
-    begins = np.zeros(len(lists) + 1, np.int64)
-    begins[1:] = np.cumsum([len(numbers) for numbers in lists], dtype=np.int64)
-    return begins, np.array([number for numbers in lists for number in numbers], np.int64)
 
 
 @numba.njit(cache=True)

@@ -26,11 +26,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from graphs.errors import InvalidSchedule
 from graphs.ir import Graph
 from planner.bounds import least_bytes
+from planner.flat import Flags
 from planner.loading import TINY, load_once, undisturbed
 from planner.schedule import Schedule, keep_all, put_in_graph_order, with_frees
 from planner.simulate import simulate
@@ -41,8 +41,6 @@ if TYPE_CHECKING:
 STATES, FIT_STATES = 20_000, 2_000
 SMALL_SHARE = 0.01  # of the budget, what all values together that are too small to be worth making again may take
 MOST_RUNS = 200  # of an op on average: beyond, a sequence is of no use
-
-Flags = npt.NDArray[np.bool_]
 
 
 def least_peak(
@@ -115,7 +113,6 @@ class _Backwards:
         self._sets: Sets = self._kernels.sets_of(graph)
         self._outputs = np.zeros(len(graph.values), np.bool_)
         self._outputs[[x for x in graph.outputs if graph.producer[x] >= 0]] = True
-
         backward = [op.backward for op in graph.ops]
         self._is_backward = np.array([p >= 0 and backward[p] for p in graph.producer], np.bool_)
         self.early = self._outputs & ~self._is_backward & any(backward)
@@ -186,9 +183,9 @@ class _Backwards:
 
     def _before(self, present: Flags, op: int) -> Flags:
         """What is in memory before an op that makes members last."""
-        before, one = present.copy(), self._graph.ops[op]
-        before[list(one.outputs)] = False
-        before[[x for x in one.inputs if self._graph.producer[x] >= 0]] = True
+        before, sets = present.copy(), self._sets
+        before[sets.outputs[sets.out_rows[op] : sets.out_rows[op + 1]]] = False
+        before[sets.inputs[sets.in_rows[op] : sets.in_rows[op + 1]]] = True
         return before
 
     def lazily(self, path: Sequence[_Visited], budget_bytes: int, stays: Flags, deadline: float) -> list[_Visited]:
@@ -310,14 +307,10 @@ class _Backwards:
 
     def _made_from_nothing(self, op: int) -> list[int]:
         """An op after its ancestors."""
-        graph = self._graph
-        ops = {op}
-        todo = [op]
-        while todo:
-            makers = {graph.producer[x] for x in graph.ops[todo.pop()].inputs} - ops - {-1}
-            ops |= makers
-            todo += makers
-        return sorted(ops)
+        sets = self._sets
+        reads = sets.inputs[sets.in_rows[op] : sets.in_rows[op + 1]]
+        self._kernels.again_bytes(sets, np.zeros_like(self._outputs), reads, 0)  # for the ops alone
+        return [*sorted(sets.ops[: sets.counted[0]].tolist()), op]
 
     def _again(self, present: Flags, values: Sequence[int], peak_bytes: int, runs: list[int]) -> None:
         """Make values from those that are present, as many together as there is room for."""

@@ -8,13 +8,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from graphs.ir import Graph
-from planner.annealing_moves import njit
-
-Ints = npt.NDArray[np.int64]
-Flags = npt.NDArray[np.bool_]
+from planner.compiled import njit
+from planner.flat import Flags, Ints, reads_and_makes
 
 
 class Sets(NamedTuple):
@@ -52,13 +49,9 @@ class Sets(NamedTuple):
 
 def sets_of(graph: Graph) -> Sets:
     """A graph's."""
-    made = [producer >= 0 for producer in graph.producer]
     ops, values = len(graph.ops), len(graph.values)
     return Sets(
-        *_rows([[x for x in dict.fromkeys(op.inputs) if made[x]] for op in graph.ops]),
-        *_rows([list(op.outputs) for op in graph.ops]),
-        np.array(graph.producer, np.int64),
-        np.array([0 if x in graph.resident else value.size_bytes for x, value in enumerate(graph.values)], np.int64),
+        *reads_and_makes(graph),
         np.array([op.workspace_bytes for op in graph.ops], np.int64),
         np.array([op.effect for op in graph.ops], np.bool_),
         np.empty(values, np.int64),
@@ -71,11 +64,6 @@ def sets_of(graph: Graph) -> Sets:
         np.zeros(values, np.int64),
         np.zeros(values, np.bool_),
     )
-
-
-def _rows(lists: list[list[int]]) -> tuple[Ints, Ints]:
-    begins = np.concatenate((np.zeros(1, np.int64), np.cumsum(np.array([len(one) for one in lists], np.int64))))
-    return begins, np.array([x for one in lists for x in one], np.int64)
 
 
 @njit

@@ -225,8 +225,8 @@ def _works_bytes(graph: Graph, time_limit_s: float) -> int:
     """The smallest budget known to work: at least keeping everything does, if there is no time for more, and on Ctrl-C."""
     works_bytes = simulate(graph, keep_all(graph)).peak_bytes
     with suppress(KeyboardInterrupt):
-        for works_bytes, _ in smaller_and_smaller(graph, time_limit_s=min(MESSAGE_S, time_limit_s)):  # noqa: B007
-            pass
+        for known in smaller_and_smaller(graph, time_limit_s=min(MESSAGE_S, time_limit_s)):
+            works_bytes, _ = known
     return works_bytes
 
 

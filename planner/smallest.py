@@ -31,8 +31,9 @@ def smaller_and_smaller(graph: Graph, *, time_limit_s: float, proved_bytes: int 
     proved_bytes  no schedule needs less (default: ``least_bytes``)
     """
     began = time.perf_counter()
-    works = simulate(graph, keep_all(graph)).peak_bytes
-    yield works, keep_all(graph)
+    whole = keep_all(graph)
+    works = simulate(graph, whole).peak_bytes
+    yield works, whole
     proved_bytes = least_bytes(graph) if proved_bytes is None else proved_bytes
     for find, deadline in ((_walked, began + time_limit_s / 2), (_pebbled, began + time_limit_s)):
         fails = proved_bytes - 1

@@ -19,7 +19,8 @@ import numba
 import numpy as np
 
 from graphs.ir import Graph
-from planner.list_walk import Flags, Floats, Ints, ListWalk, Route, Walked
+from planner.flat import Flags, Floats, Ints
+from planner.list_walk import ListWalk, Route, Walked
 from planner.loading import load_once
 
 FAR = (0.0, 0.5, 1.0, 2.0)  # exponents of the distance to the next read

@@ -217,7 +217,7 @@ def _rounds(search: _Search) -> bool:
             if _is_only_order(graph):
                 search.notes["infeasible"] = "no schedule fits, and no other order of first executions is valid"
                 return False
-            if search.best is None and not search.nested and not _pebble(search):
+            if round_ == 1 and search.best is None and not search.nested and not _pebble(search):  # later it has been asked
                 return False
             _elsewhere(search)
             if search.best is None:
