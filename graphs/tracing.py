@@ -148,7 +148,8 @@ def trace(
 ) -> tuple[Joint, Watch]:
     """Trace forward, loss and backward of ``body`` on the inputs with these leaves; ``state`` is that of its model.
 
-    Nothing is changed: not the model, whatever its forward assigns, and no generator. Raises CaptureError.
+    Nothing is changed: not the model, whatever its forward assigns, and no generator; but for what any first call sets up (see
+    ``graphs.watch``). Raises CaptureError.
     """
     slots = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
 
@@ -187,6 +188,7 @@ def trace(
                 if kept is None or isinstance(error, CaptureError):
                     raise
                 raise CaptureError(kept) from error
+        watch.settle()
         if assigned:
             read_sources_directly(joint.module.graph)
         return joint, watch

@@ -2,6 +2,8 @@
 
 A captured step does the same in every call. A forward that does not (because it counts its calls, keeps something from one call
 to the next outside of buffers, or draws from generators that are not torch's) would be frozen as its first call; it is refused.
+What the first call alone does, such as adding hooks and setting a flag that they are there, is no harm where all calls run the
+same ops: it then stays, as after any call.
 """
 
 from __future__ import annotations
@@ -47,6 +49,9 @@ class Watch:
         ]
         self._contents = [(box, dict(box) if isinstance(box, dict) else list(box)) for _, _, box, _ in self._boxes]
         self._calls: list[tuple[Any, ...]] | None = None
+        self._set_up: dict[tuple[str, str], Any] = {}  # plain attributes that the first call has read and changed
+        self._hooks: list[tuple[dict[Any, Any], dict[Any, Any]]] = []  # of modules, and what they held after that
+        self._again = False  # whether there was another call
 
     @contextlib.contextmanager
     def call(self) -> Iterator[None]:
@@ -61,11 +66,22 @@ class Watch:
                     f"{self.name} draws from {generator} in its forward, and a captured step would repeat one draw for ever; "
                     f"draw with torch"
                 )
+        self._again = self._calls is not None
         self._compare_attributes()
         if self._calls is not None and self._calls != calls.made:
             raise CaptureError(self._unsteady(self._calls, calls.made))
         self._calls = calls.made
         calls.forget()
+
+    def settle(self) -> None:
+        """After ``undo``, put back what the first call alone has set up. Raises CaptureError where there was no other call."""
+        for (path, key), value in self._set_up.items():
+            if not self._again:
+                raise CaptureError(self._changes(path, key, value))
+            self._parts[path].__dict__[key] = value
+        if self._set_up:
+            for box, content in self._hooks:
+                box.update(content)
 
     def explain(self) -> str | None:
         """Why a later call may have failed: a container that an earlier one changed; None where there is none."""
@@ -113,13 +129,29 @@ class Watch:
                     continue
                 self.changed.add((path, key))
                 if key in self.reads.get(path, ()) and not (old is ABSENT and callable(new)):
-                    raise CaptureError(
-                        f"{self.name} reads and changes its attribute {label(path, key)} in its forward (from {described(old)} "
-                        f"to {described(new)}), but a captured step does the same in every call; keep it in a buffer, or, where "
-                        f"only the first call changes it, run the model once before"
-                    )
+                    if self._again or not same_plain(new, new):
+                        if (path, key) not in self._set_up:
+                            raise CaptureError(self._changes(path, key, new))
+                    else:
+                        self._set_up[path, key] = new
+        for (path, key), value in self._set_up.items():
+            if not same_plain(vars(self._parts[path]).get(key, ABSENT), value):
+                raise CaptureError(self._changes(path, key, value))
+        if not self._again:
+            self._hooks = [
+                (box, dict(box)) for _, key, box, _ in self._boxes if key.startswith("_forward_") and isinstance(box, dict)
+            ]
+
+    def _changes(self, path: str, key: str, new: object) -> str:
+        return (
+            f"{self.name} reads and changes its attribute {label(path, key)} in its forward (from "
+            f"{described(self._before[path].get(key, ABSENT))} to {described(new)}), but a captured step does the same in every "
+            f"call; keep it in a buffer, or, where only the first call changes it, run the model once before"
+        )
 
     def _unsteady(self, first: list[tuple[Any, ...]], second: list[tuple[Any, ...]]) -> str:
+        for (path, key), value in self._set_up.items():
+            return self._changes(path, key, value)
         kept = self.explain()
         if kept is not None:
             return kept

@@ -668,6 +668,11 @@ def first_call_differs(model, x):
     return square(model.linear(x) * scale)
 
 
+def flips(model, x):  # nothing shows in the ops
+    model.flag = not model.flag
+    return square(model.linear(x))
+
+
 def keeps_average(model, x):
     y = model.linear(x)
     model.plain = 0.9 * model.plain + 0.1 * y.detach().mean(0)
@@ -743,6 +748,7 @@ REFUSED: dict[str, tuple[Callable[[], Step], str]] = {
     "counter": (lambda: with_attribute(counts_calls, n=3), r"its attribute n in its forward \(from 3 to 4\).*in a buffer"),
     "counter for later": (lambda: with_attribute(counts_calls_for_later, n=0), "changes its attribute n in its forward"),
     "first call": (lambda: with_attribute(first_call_differs, started=False), "attribute started.*run the model once before"),
+    "flag that flips": (lambda: with_attribute(flips, flag=False), "attribute flag in its forward .from False to True"),
     "average in an attribute": (lambda: capture(Lambda(keeps_average), x8), "changes its attribute plain .*keep it in a buffer"),
     "memory": (lambda: with_attribute(remembers, memory=[]), "from one call to the next in its attribute memory"),
     "lazy cache": (lambda: with_attribute(caches_lazily, cache=None), "attribute cache .*run the model once before"),
@@ -807,6 +813,34 @@ def test_a_cache_that_is_filled_is_captured():
         wanted = model(x8)
         step = capture(model, x8)
         assert torch.equal(answer_of(step, step.module(*bind(step, x8))).loss, wanted)
+
+
+def test_what_the_first_call_sets_up_stays_where_the_ops_are_the_same():
+    """As transformers does, which records hidden states by hooks."""
+    seen: list[Any] = []
+
+    def adds_hooks(model, x):
+        if not model.hooked:
+            model.linear.register_forward_hook(lambda linear, given, output: seen.append(output))
+            model.hooked = True
+        model.linear(x)
+        return square(seen.pop())
+
+    model = Lambda(adds_hooks)
+    model.hooked = False
+    step = capture(model, x8)
+    assert model.hooked and len(model.linear._forward_hooks) == 1
+    for _ in range(2):  # the step is the model's before and after other calls of it
+        loss = answer_of(step, step.module(*bind(step, x8))).loss
+        assert torch.equal(loss, model(x8))
+
+
+def test_a_first_call_that_differs_sets_up_nothing():
+    model = Lambda(first_call_differs)
+    model.started = False
+    with pytest.raises(CaptureError, match="started"):
+        capture(model, x8)
+    assert not model.started
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
