@@ -23,12 +23,12 @@ from graphs.ir import Graph
 from online.runtime import Run, run
 from planner.bounds import least_bytes
 from planner.budget import resolve_budget
-from planner.plan import with_costs
 from planner.schedule import keep_all
 from planner.simulate import simulate
 
 from .output import ended
 from .rows import RowFile, read_rows
+from .steps import step_graph
 
 WORKLOADS = ("resnet50", "unet", "gpt2", "lstm")
 SHARES = (0.9, 0.8, 0.7, 0.6, 0.5)
@@ -45,15 +45,6 @@ RULES = {
     "DTR": "dtr+arena_moving",
     "Coop - partitioning, exact e*": "coop_e_star+arena",
 }
-
-
-def graph_of(name: str) -> Graph:
-    """The captured step of a workload at its default sizes."""
-    from graphs.capture import capture
-    from graphs.workloads import build
-
-    model, inputs, loss = build(name)
-    return with_costs(capture(model, inputs, loss=loss, name=name), "roofline").graph
 
 
 def row_of(done: Run, label: str, share: float, *, smallest: bool) -> dict[str, Any]:
@@ -133,7 +124,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 missing = [label for label in RULES if (name, label) not in made]
                 if not missing:
                     continue
-                graph = graph_of(name)
+                graph = step_graph(name)
                 for label in missing:
                     for row in list(rows(graph, label)):  # all or none
                         file.append(row)

@@ -10,22 +10,18 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Iterator, Sequence
 
 from rich.progress import Progress
 
-from graphs.capture import capture
 from graphs.ir import Graph
-from graphs.workloads import build
-from planner.frontier import min_budget, plans
-from planner.plan import with_costs
+from planner.frontier import plans
 from planner.result import Plan
-from planner.schedule import keep_all
-from planner.simulate import simulate
 
+from .bench_least import least_of
 from .output import ended
 from .rows import write_rows
+from .steps import step_graph
 from .sweep import Row
 
 WORKLOADS = ("vgg16", "gpt2")
@@ -35,11 +31,9 @@ GAP, TIME_LIMIT_S = 0.005, 20.0  # of each budget
 
 def rows_of(graph: Graph, *, step: float = STEP, time_limit_s: float = TIME_LIMIT_S) -> Iterator[Row]:
     """A row for each budget, the largest first, then one with what ``min_budget`` says."""
-    peak_bytes = simulate(graph, keep_all(graph)).peak_bytes
-    began = time.perf_counter()
-    least = min_budget(graph)
-    least_s = time.perf_counter() - began
-    count = int((1 - least.works_bytes / peak_bytes) / step)
+    least = least_of(graph)
+    peak_bytes = least["keep_all_peak_bytes"]
+    count = int((1 - least["works_bytes"] / peak_bytes) / step)
     budgets = [round((1 - i * step) * peak_bytes) for i in range(count + 1)]
     with Progress(transient=True) as progress:
         task = progress.add_task(graph.name, total=len(budgets))
@@ -49,14 +43,7 @@ def rows_of(graph: Graph, *, step: float = STEP, time_limit_s: float = TIME_LIMI
 
         for plan in plans(graph, budgets, gap=GAP, time_limit_s=time_limit_s, done=done):
             yield {**plan.row(), "ops": len(graph.ops)}
-    yield {
-        "graph": graph.name,
-        "ops": len(graph.ops),
-        "keep_all_peak_bytes": peak_bytes,
-        "works_bytes": least.works_bytes,
-        "proved_bytes": least.proved_bytes,
-        "wall_s": least_s,
-    }
+    yield least
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -69,8 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     def work() -> int:
         found: list[Row] = []
         for name in arguments.only or WORKLOADS:
-            model, inputs, loss = build(name)
-            found.extend(rows_of(with_costs(capture(model, inputs, loss=loss, name=name), "roofline").graph))
+            found.extend(rows_of(step_graph(name)))
         write_rows(arguments.out, found)
         return 0
 

@@ -42,13 +42,14 @@ from planner.bounds import least_bytes
 from planner.budget import format_bytes
 from planner.methods import METHODS
 from planner.methods import method as method_named
-from planner.plan import check_options, solve, with_costs
+from planner.plan import check_options, solve
 from planner.result import Plan, Status
 from planner.schedule import keep_all
 from planner.simulate import simulate
 
 from .output import ended
 from .rows import RowFile
+from .steps import step_graph
 from .sweep import FAILED, ONLINE, REFUSED, THREADS, Cell, Row, chosen, failed_row, key_of
 
 SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4)  # of the keep-all peak
@@ -94,14 +95,7 @@ def cases(names: Sequence[str], *, seeds: int = 1, large: bool = False, data: st
                 graph = load_checkmate(Path(data) / "checkmate_instances" / f"{name}.json")
                 yield Case(replace(graph, name=name), tuple(gigabytes * 2**30 for gigabytes in INSTANCES[name]))
         else:
-            from graphs.capture import capture
-            from graphs.workloads import build
-
-            sizes = WORKLOADS[name][large]
-            model, inputs, loss = build(name, **dict[str, Any](sizes))
-            label = "-".join([name, *(f"{size}{number}" for size, number in sizes.items())])
-            graph = with_costs(capture(model, inputs, loss=loss, name=label), "roofline").graph
-            yield _with_shares(graph, SHARES)
+            yield _with_shares(step_graph(name, **WORKLOADS[name][large]), SHARES)
 
 
 def graph_names(asked: Sequence[str]) -> list[str]:

@@ -29,6 +29,7 @@ from planner.simulate import simulate
 from .bench_methods import GUARD_BYTES, SLACK_S, Case, cells_of, isolated, row_of
 from .output import ended
 from .rows import RowFile
+from .steps import step_graph
 from .sweep import ONLINE, Cell, Row, chosen, key_of, methods_of, rules_of
 
 SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
@@ -60,12 +61,7 @@ def _graph(name: str, data: str | None) -> Graph:
         from graphs.importers import load_dtr_log
 
         return load_dtr_log(Path(data or "") / "dtr_logs" / f"{name.removeprefix('log_')}.log.gz")
-    from graphs.capture import capture
-    from graphs.workloads import build
-    from planner.plan import with_costs
-
-    model, inputs, loss = build(name)
-    return with_costs(capture(model, inputs, loss=loss, name=name), "roofline").graph
+    return step_graph(name)
 
 
 def _row(graph: Graph, cell: Cell, wall_limit_s: float) -> Row:

@@ -16,17 +16,17 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from graphs.ir import Graph
 from planner.budget import resolve_budget
-from planner.plan import solve, with_costs
+from planner.plan import solve
 from planner.result import Plan
 from planner.schedule import keep_all
 from planner.simulate import simulate
 
 from .output import ended
 from .rows import RowFile
+from .steps import step_graph, step_name
 
 SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
 DEEP_SHARES = (0.7, 0.5, 0.3)
@@ -63,10 +63,8 @@ class Case:
 
 def cases(only: Sequence[str], data: str | None) -> Iterator[Case]:
     """The graphs asked for, made one at a time."""
-    from graphs.capture import capture
     from graphs.importers import load_checkmate, load_dtr_log
     from graphs.synthetic import random_layered
-    from graphs.workloads import build
 
     def wanted(label: str) -> bool:
         return not only or label in only
@@ -77,11 +75,8 @@ def cases(only: Sequence[str], data: str | None) -> Iterator[Case]:
                 graph = load_checkmate(Path(data) / "checkmate_instances" / f"{name}.json")
                 yield Case(replace(graph, name=name), tuple(gb * 2**30 for gb in gigabytes), LIMIT_S, 1e-5)
     for name, sizes, shares in STEPS:
-        label = "-".join([name, *(f"{size}{number}" for size, number in sizes.items())])
-        if wanted(label):
-            model, inputs, loss = build(name, **dict[str, Any](sizes))
-            graph = with_costs(capture(model, inputs, loss=loss, name=label), "roofline").graph
-            yield Case(graph, shares, LIMIT_S if shares == DEEP_SHARES else STEP_LIMIT_S)
+        if wanted(step_name(name, **sizes)):
+            yield Case(step_graph(name, **sizes), shares, LIMIT_S if shares == DEEP_SHARES else STEP_LIMIT_S)
     if data is not None:
         for name in LOGS:
             if wanted(f"log_{name}"):

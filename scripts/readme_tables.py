@@ -133,7 +133,7 @@ def stepped(rows: Sequence[Row]) -> str:
                 f"{sum(row['gap'] <= CLOSE for row in mine)}, {percent(max(row['gap'] for row in mine))}",
                 f"{percent(least['works_bytes'] / least['keep_all_peak_bytes'])} ({format_bytes(least['works_bytes'])})",
                 f"{percent(least['proved_bytes'] / least['keep_all_peak_bytes'])} ({format_bytes(least['proved_bytes'])})",
-                f"{sum(row['wall_s'] for row in mine):.0f} + {least['wall_s']:.0f}",
+                f"{sum(row['wall_s'] for row in mine):.0f} + {least['least_wall_s']:.0f}",
             )
         )
     close = f"gap ≤ {CLOSE:.0%}, largest".replace("%", " %")
