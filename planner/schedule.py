@@ -5,6 +5,7 @@ An op that occurs again is a rematerialization. What a Schedule means, and what 
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -104,15 +105,36 @@ def renumbered(schedule: Schedule, number: Sequence[int] | Mapping[int, int]) ->
 
 
 def put_in_graph_order(runs: Iterable[int]) -> list[int]:
-    """The runs with more of them first: before an op's first one, all ops of lower numbers that have not run.
+    """The runs with first ones in graph order, for the time and memory it takes; whether inputs are there is as it was.
 
-    That is graph order, for the memory it takes; whether inputs are there is for the caller to see to.
+    As many first runs as can be stay where they are. An op that comes before its turn waits until then; one that comes after it
+    runs when it is its turn, too.
     """
+    runs = list(runs)
+    staying = _longest_increasing(first_runs(runs))
     ordered: list[int] = []
     coming = 0
     for v in runs:
-        ordered.extend(range(coming, v))
-        coming = max(coming, v)
-        ordered.append(v)
-        coming += v == coming
+        if v < coming:
+            ordered.append(v)
+        elif v in staying:
+            ordered.extend(range(coming, v + 1))
+            coming = v + 1
+    ordered.extend(range(coming, max(runs, default=-1) + 1))
     return ordered
+
+
+def _longest_increasing(numbers: Iterable[int]) -> set[int]:
+    """The members of a longest increasing subsequence (Fredman, 1975)."""
+    ends: list[int] = []  # of subsequences of each length, the least one
+    before: dict[int, int | None] = {}
+    for number in numbers:
+        at = bisect.bisect_left(ends, number)
+        before[number] = ends[at - 1] if at else None
+        ends[at : at + 1] = [number]
+    found = set[int]()
+    last = ends[-1] if ends else None
+    while last is not None:
+        found.add(last)
+        last = before[last]
+    return found

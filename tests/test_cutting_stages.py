@@ -163,7 +163,7 @@ def test_vgg16_in_seven_gigabytes_is_refused(data: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "part", ["CP-SAT", "HiGHS", "passing", "blocks", "cuts", "relaxations", "whole ones only", "small values"]
+    "part", ["CP-SAT", "HiGHS", "passing", "blocks", "cuts", "relaxations", "whole ones only", "small values", "first efforts"]
 )
 def test_without_some_part_the_optimum_is_the_same(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if part == "passing":
@@ -171,7 +171,9 @@ def test_without_some_part_the_optimum_is_the_same(part: str, monkeypatch: pytes
     elif part == "cuts":
         monkeypatch.setattr(planner.stage_cuts, "broken_cut", lambda *_: None)
     elif part == "blocks":
-        monkeypatch.setattr(cutting_stages, "BLOCKS_ROUND", 0)
+        monkeypatch.setattr(cutting_stages, "is_chain", lambda graph: False)
+    elif part == "first efforts":  # they find nothing
+        monkeypatch.setattr(cutting_stages, "CHEAP_EFFORT", 0.0)
     elif part == "small values":
         monkeypatch.setattr(cutting_stages, "TINY_GAP", math.inf)
         monkeypatch.setattr(cutting_stages, "MOST_TINY", 0.5)
@@ -385,7 +387,7 @@ def test_what_walks_find_beyond_a_milp_is_kept_on_ctrl_c(monkeypatch: pytest.Mon
     before_ns = before.time_ns
     model = stage_model(with_end(graph), budget_bytes, [len(graph.ops) // 2])
     with pytest.raises(KeyboardInterrupt):
-        cutting_stages._minimise(search, model, 0.0, 0.0, range(len(graph.ops)), 1_000)
+        cutting_stages._minimise(search, model, 0.0, 0.0, range(len(graph.ops)), 1_000, math.inf)
     assert search.walks is not before
     assert search.walks.time_ns < before_ns
 
@@ -545,6 +547,6 @@ def test_blocks_in_another_order_count_where_nothing_else_is_known(monkeypatch: 
         if known:
             search.offer(ordered, "start")
         cutting_stages._blocks(search, scarce=not known)
-        # Walks go on from there in graph order, and find that nothing has to run twice.
         assert search.time_ns == 3
+        assert search.notes["found_by"] == "blocks"  # in graph order, if not in theirs
         assert (search.best == other) is taken

@@ -212,7 +212,10 @@ def _rounds(search: _Search) -> bool:
             return False
         relaxed = answer is not None
         if answer is None:
-            answer = _minimise(search, model, tolerance_ns, aim, sequence, _work(search, model, round_))
+            if round_ > 1 and not cheap:
+                _blocks(search)
+            effort = CHEAP_EFFORT if search.closed() or (cheap and not refined) else math.inf
+            answer = _minimise(search, model, tolerance_ns, aim, sequence, _work(search, model, round_), effort)
         if answer.outcome is Outcome.INFEASIBLE:
             if _is_only_order(graph):
                 search.notes["infeasible"] = "no schedule fits, and no other order of first executions is valid"
@@ -258,7 +261,7 @@ def _rounds(search: _Search) -> bool:
             search.stalled = STALLED
         elif tiny_share > TINY:
             tiny_share = TINY
-        elif tolerance_ns > finest_ns:
+        elif tolerance_ns > finest_ns or answer.outcome is Outcome.STOPPED:
             refined += 1
         else:
             return True
@@ -298,11 +301,12 @@ def _blocks(search: _Search, *, scarce: bool = False) -> None:
     schedule, told = block_schedule(search.graph, search.budget_bytes, time_limit_s=share_s, seed=search.seed, **grid)
     search.tell_cut_short("cut_short" in told or told.get("stopped") == "time limit")
     if schedule is not None:
-        runs = list(computes(schedule))
-        if scarce or search.any_order or in_graph_order(runs):
+        if scarce or search.any_order:
             search.offer(schedule, "blocks")
-        # Blocks put off what makes gradients of weights; without that it may not fit, and takes some work to fit again.
-        search.follow(put_in_graph_order(runs), BLOCKS_WORK)
+        # Blocks make some gradients of weights early and put others off; in graph order some do not fit.
+        ordered = put_in_graph_order(computes(schedule))
+        search.offer(with_frees(search.graph, ordered), "blocks")
+        search.follow(ordered, BLOCKS_WORK)
 
 
 def _pebble(search: _Search) -> bool:
@@ -401,20 +405,28 @@ def _relax(search: _Search, model: StageModel, latest: Sequence[int]) -> Answer 
     return answer if search.relaxes else None
 
 
-def _minimise(search: _Search, model: StageModel, tolerance_ns: float, aim: float, latest: Sequence[int], work: int) -> Answer:
-    """Solve the MILP to a tolerance; costs from which on the gap is closed to ``aim`` need not be told apart."""
+def _minimise(
+    search: _Search, model: StageModel, tolerance_ns: float, aim: float, latest: Sequence[int], work: int, effort: float
+) -> Answer:
+    """Solve the MILP to a tolerance; costs from which on the gap is closed to ``aim`` need not be told apart.
+
+    effort  of CP-SAT at most, if that finds a solution
+    """
     cutoff = math.inf
     if search.time_ns is not None:
         cutoff = ((1 - aim) * search.time_ns - search.base) / model.unit_ns
         cutoff += 0.01 + 2e-6 * abs(cutoff)  # what ``bound_ns`` takes off for tolerances
     minimise, limited = partial(model.milp.minimise, node_limit=NODES), True
     if _for_sat(model):
-        limited = search.closed()
-        minimise = partial(undisturbed(_sat_minimise), model.milp, effort=CHEAP_EFFORT if limited else math.inf)
+        limited = effort < math.inf
+        minimise = partial(undisturbed(_sat_minimise), model.milp, effort=effort)
     share = 1.0 if work else FIRST_SHARE
     until = time.perf_counter() + share * search.left_s
     solve = partial(minimise, gap=tolerance_ns / model.unit_ns, cutoff=cutoff, seed=search.seed)
-    return _alongside(search, solve, latest, work, until, limited=limited)
+    answer = _alongside(search, solve, latest, work, until, limited=limited)
+    if answer.outcome is Outcome.STOPPED and answer.values is None and effort < math.inf and not search.done():
+        return _minimise(search, model, tolerance_ns, aim, latest, 0, math.inf)
+    return answer
 
 
 def _alongside(
