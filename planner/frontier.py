@@ -126,8 +126,8 @@ def min_budget(graph: Graph, *, time_limit_s: float = 30.0, within: float = 0.01
     and such searches find a budget that works, and budgets are bisected between that and what nothing was found for. The schedule
     may be a dear one: a plan for that budget looks for a cheaper one.
 
-    time_limit_s  for all of it; the search and the walks get a third of it each at most, each solve a tenth. Ctrl-C stops at
-                  once. Either way the best so far is returned
+    time_limit_s  for all of it: at most a third for what is proved, half for walks and searches, a tenth for each solve. Ctrl-C
+                  stops at once. Either way the best so far is returned
     within        stop where two budgets are this close, relatively
     """
     check_options({"time_limit_s": time_limit_s, "seed": seed})
@@ -144,7 +144,7 @@ def min_budget(graph: Graph, *, time_limit_s: float = 30.0, within: float = 0.01
             proved = max(proved, told[-1])
         if attained is not None:
             return MinBudget(simulate(graph, attained).peak_bytes, attained, proved)
-        for known in smaller_and_smaller(graph, time_limit_s=time_limit_s / 3, proved_bytes=proved):
+        for known in smaller_and_smaller(graph, time_limit_s=time_limit_s / 2, proved_bytes=proved):
             works, schedule = known
         missed = proved - 1  # nothing was found for this budget
         while works - missed > max(1, within * works) and not interrupted and time.perf_counter() < deadline:

@@ -13,7 +13,7 @@ from planner.schedule import Schedule, keep_all, with_frees
 from planner.simulate import simulate
 
 CLOSE = 0.005  # budgets are bisected to within this share
-STATES = 500  # of a search for one of these budgets
+STATES = 500  # of a search for one of these budgets, and no fewer than there are ops: about as many are on its path
 
 
 def smallest_known(graph: Graph, *, time_limit_s: float = 10.0) -> tuple[int, Schedule]:
@@ -54,4 +54,4 @@ def _walked(graph: Graph, budget_bytes: int, deadline: float) -> Schedule | None
 
 
 def _pebbled(graph: Graph, budget_bytes: int, deadline: float) -> Schedule | None:
-    return next(fitting(graph, budget_bytes, states=STATES, time_limit_s=deadline - time.perf_counter()), None)
+    return next(fitting(graph, budget_bytes, states=max(STATES, len(graph.ops)), time_limit_s=deadline - time.perf_counter()), None)

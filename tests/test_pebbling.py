@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,6 +22,7 @@ from planner.schedule import Schedule, computes, keep_all, with_frees
 from planner.simulate import simulate
 from planner.smallest import smaller_and_smaller, smallest_known
 from planner.walk_search import WalkSearch
+from tests.models import graph_of
 from tests.oracles import least_budget
 from tests.strategies import random_graph
 
@@ -267,18 +267,14 @@ def test_smaller_and_smaller_peaks() -> None:
 
 
 def test_what_a_forward_gives_back_is_made_before_the_backward() -> None:
+    """Without that rule, statistics of batch norms are what comes last here."""
+    graph = graph_of("resnet50")
+    given_back = {graph.producer[x] for x in graph.outputs if not graph.ops[graph.producer[x]].backward}
+    assert len(given_back) > 50
     found = 0
-    for seed in range(20):
-        trained = random_training(12, seed=seed)
-        forward = [v for v, op in enumerate(trained.ops) if not op.backward]
-        given_back = {trained.ops[v].outputs[0] for v in forward[2:8:3]}
-        graph = replace(trained, outputs=trained.outputs | given_back)
-        proved, _ = least_peak(graph, time_limit_s=2)
-        schedule = _cheapest(graph, int(1.3 * proved))
-        if schedule is None:
-            continue
+    for schedule in fitting(graph, int(0.35 * simulate(graph, keep_all(graph)).peak_bytes)):
         runs = list(computes(schedule))
         begun = next(at for at, v in enumerate(runs) if graph.ops[v].backward)
-        assert {graph.producer[x] for x in given_back} <= set(runs[:begun]), seed
+        assert given_back <= set(runs[:begun])
         found += 1
-    assert found >= 10
+    assert found
