@@ -54,4 +54,6 @@ def _walked(graph: Graph, budget_bytes: int, deadline: float) -> Schedule | None
 
 
 def _pebbled(graph: Graph, budget_bytes: int, deadline: float) -> Schedule | None:
-    return next(fitting(graph, budget_bytes, states=max(STATES, len(graph.ops)), time_limit_s=deadline - time.perf_counter()), None)
+    return next(
+        fitting(graph, budget_bytes, states=max(STATES, len(graph.ops)), time_limit_s=deadline - time.perf_counter()), None
+    )
