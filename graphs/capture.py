@@ -284,7 +284,7 @@ def capture(
 
     numbering = _Numbering(name, where)
     for node, source, bound in zip(graph.find_nodes(op="placeholder"), sources, tensors, strict=True):
-        numbering.resident(node, source.name or source.kind, bound)
+        numbering.resident(node, source.name or source.kind, bound, constant=source.kind == "constant")
     for node in graph.nodes:
         if node.op == "call_function":
             numbering.call(node)
@@ -463,12 +463,13 @@ class _Numbering:
         self.calls: list[fx.Node] = []
         self.value_of: dict[fx.Node, int] = {}
         self._residents = 0
+        self._constants: set[fx.Node] = set()
         self._of_real: dict[int, int] = {}  # by key of the real storage: placeholders that alias one count once
         self._of_fake: dict[int, int] = {}  # by key of the fake storage
         self._reads: dict[fx.Node, tuple[int, ...]] = {}  # values that must be there for a node to be read
         self._entries: dict[fx.Node, list[int | None]] = {}  # values of a call with several outputs
 
-    def resident(self, node: fx.Node, label: str, tensor: Tensor | None) -> None:
+    def resident(self, node: fx.Node, label: str, tensor: Tensor | None, *, constant: bool = False) -> None:
         """Number a placeholder bound to ``tensor`` (None: a tensor made for the occasion)."""
         fake = node.meta["val"]
         if not isinstance(fake, Tensor):
@@ -481,6 +482,8 @@ class _Numbering:
             value = self._of_real[key] = self._new(label, storage_bytes(tensor), tensor.device)
         self._residents = len(self.values)
         self._of_fake[storage_key(fake)] = value
+        if constant:
+            self._constants.add(node)
         self._hold(node, value, (value,))
 
     def call(self, node: fx.Node) -> None:
@@ -496,6 +499,10 @@ class _Numbering:
             raise CaptureError(f"{self.name}: {node.name} ({node.target}) reads a list of tensors whole")
         inputs = tuple(dict.fromkeys(v for n in node.all_input_nodes for v in self._reads.get(n, ())))
         tensors = tensors_of(node)
+        if isinstance(node.target, OpOverload) and node.target.is_view:
+            source = node.all_input_nodes[0]
+            if source in self._constants:  # the tracer makes another fake of a constant wherever it is read
+                self._of_fake[storage_key(tensors[0])] = self.value_of[source]
         old = {self._of_fake.get(storage_key(t)) for t in tensors}
         if len(old) == 1 and old <= set(inputs):
             self._hold(node, cast(int, old.pop()), inputs)

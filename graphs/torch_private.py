@@ -33,6 +33,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.fx.graph import CodeGen, _BoxedCodeGen
 from torch.utils._mode_utils import no_dispatch
@@ -57,6 +58,7 @@ __all__ = [
     "BoxedCodeGen",
     "FakeTensor",
     "FakeTensorMode",
+    "FunctionalTensor",
     "Joint",
     "OpOverload",
     "SameTensors",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import traceback
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from graphs.errors import CaptureError
 from graphs.inputs import Arguments, Loss, check_tensor
+from graphs.leaks import Caches
 from graphs.rewrite import read_sources_directly
 from graphs.torch_private import (
     DATA_DEPENDENT,
@@ -179,11 +182,13 @@ def trace(
         nonlocal watch, constants
         watch = Watch(name, body)
         constants = _Constants if known else contextlib.nullcontext
+        caches = Caches(body)
         with _plain_context(where), _untouched(watch, where):
             fakes = to_fake([*state.values(), *(leaves[i].detach() for i in slots)])
             try:
                 joint = trace_joint(run, fakes[: len(state)], fakes[len(state) :])
             except Exception as error:
+                caches.forget_traced()
                 kept = watch.explain()
                 if kept is None or isinstance(error, CaptureError):
                     raise
@@ -198,21 +203,29 @@ def trace(
             return attempt()
         with contextlib.suppress(*DATA_DEPENDENT):
             return attempt(known=True)
+    except CaptureError:
+        raise
+    except Exception as error:
+        # Some kernels take what their fakes refuse; libraries that are being compiled go other ways.
+        with contextlib.suppress(Exception), as_if_compiling():
+            return attempt(known=True)
+        if "entirely functional graph" in str(error):
+            raise CaptureError(
+                f"{name} changes a tensor in place that is neither parameter nor buffer; make it one with register_buffer"
+            ) from error
+        raise CaptureError(f"{name} cannot be traced: {type(error).__name__}: {_first_line(error)}{_place(error)}") from error
+    try:
         with as_if_compiling():  # libraries then leave out shortcuts for which they look at the data
             return attempt(known=True)
     except CaptureError:
         raise
     except DATA_DEPENDENT as error:
         raise CaptureError(
-            f"{name} branches on data, or has shapes that depend on it ({_first_line(error)}); rewrite that part with "
-            f"torch.where or masks of fixed shape"
+            f"{name} branches on data, or has shapes that depend on it ({_first_line(error)}{_place(error)}); rewrite that part "
+            f"with torch.where or masks of fixed shape"
         ) from error
     except Exception as error:
-        if "entirely functional graph" in str(error):
-            raise CaptureError(
-                f"{name} changes a tensor in place that is neither parameter nor buffer; make it one with register_buffer"
-            ) from error
-        raise CaptureError(f"{name} cannot be traced: {type(error).__name__}: {_first_line(error)}") from error
+        raise CaptureError(f"{name} cannot be traced: {type(error).__name__}: {_first_line(error)}{_place(error)}") from error
 
 
 class _Constants(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -247,6 +260,15 @@ class _Constants(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif isinstance(func, OpOverload) and func._schema.is_mutable and any(tensor in self._real for tensor in read):
             self._real.clear()  # something known was written to, and who shares its memory is not recorded
         return result
+
+
+def _place(error: Exception) -> str:
+    """Where in the model or its libraries an error comes from, for a message."""
+    ours = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not frame.filename.startswith(ours):
+            return f", at {frame.filename.rpartition('site-packages/')[2]}:{frame.lineno}: {frame.line}"
+    return ""
 
 
 def _first_line(error: Exception) -> str:

@@ -12,7 +12,7 @@ import contextlib
 import random
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -58,7 +58,7 @@ class Watch:
         """Around each call. Raises CaptureError where the call depends on what another call may have changed."""
         numbers = _numbers_now()
         calls = _Calls(self.name)
-        with self._reading(), calls, _compiled_apart(calls):
+        with self._reading(), _unseen_refused(self.name), calls, _compiled_apart(calls):
             yield
         for generator, before, after in zip(_GENERATORS, numbers, _numbers_now(), strict=True):
             if before != after:
@@ -106,18 +106,24 @@ class Watch:
 
     @contextlib.contextmanager
     def _reading(self) -> Iterator[None]:
-        """Notes the attributes that are read."""
+        """Notes the attributes that are read before the call has given them another value."""
+        given: set[tuple[str, str]] = set()
 
         def read(part: nn.Module, key: str) -> Any:
             path = self._paths.get(id(part))
             if path is not None and key not in OWN and not _is_derived(part, key):
                 mine = object.__getattribute__(part, "__dict__")
-                if mine.get(key, ABSENT) is self._before[path].get(key, ABSENT):
+                if mine.get(key, ABSENT) is self._before[path].get(key, ABSENT) and (path, key) not in given:
                     self.reads.setdefault(path, set()).add(key)
             return super(nn.Module, part).__getattribute__(key)
 
+        def write(part: nn.Module, key: str, value: Any) -> None:
+            given.add((self._paths.get(id(part), ""), key))
+            assign(part, key, value)
+
         assert "__getattribute__" not in vars(nn.Module), "two captures at once"
-        with _patched(nn.Module, "__getattribute__", read):
+        assign = nn.Module.__setattr__
+        with _patched(nn.Module, "__getattribute__", read), _patched(nn.Module, "__setattr__", write):
             yield
 
     def _compare_attributes(self) -> None:
@@ -161,9 +167,10 @@ class Watch:
                 break
         else:
             what = f"it makes {len(first)} operator calls once and {len(second)} the next time"
+        once = "; where the first call fills a cache, run the model once before" if len(first) > len(second) else ""
         return (
             f"{self.name} does not do the same in every call ({what}), as a captured step would; draw random numbers with torch, "
-            f"and keep what changes in buffers"
+            f"and keep what changes in buffers{once}"
         )
 
 
@@ -206,6 +213,43 @@ def _compiled_apart(calls: _Calls) -> Iterator[None]:
         return run
 
     with _patched(torch, "compile", compile_unwatched):
+        yield
+
+
+@contextlib.contextmanager
+def _unseen_refused(name: str) -> Iterator[None]:
+    """Refuse what changes a step's numbers and is no operator call, so that a trace would leave it out."""
+
+    def refusal(what: str) -> Callable[..., Any]:
+        def refuse(*args: Any, **kwargs: Any) -> Any:
+            raise CaptureError(f"{name} {what}")
+
+        return refuse
+
+    seeds = refusal(
+        "seeds torch's generator in its forward, but a captured step would draw other numbers; draw from a torch.Generator of "
+        "its own, or keep what is drawn in a buffer"
+    )
+    assigns = refusal(
+        "assigns the .data of a tensor in its forward, which a captured step would not see; write into the tensor in place"
+    )
+    packs = refusal(
+        "packs saved tensors by hooks (saved_tensors_hooks) in its forward, which a captured step would not call; take them "
+        "away, a plan saves memory in their place"
+    )
+    hooks = torch.autograd.graph.saved_tensors_hooks
+    enter = hooks.__enter__
+
+    def enter_known(one: Any) -> None:
+        (packs if type(one) is hooks else enter)(one)  # checkpoints and the like, which change no numbers, have their own class
+
+    data: Any = torch._C.TensorBase.data
+    seeders = [(owner, key) for owner in (torch, torch.random) for key in ("manual_seed", "seed")]
+    with contextlib.ExitStack() as stack:
+        for owner, key in (*seeders, (torch.cuda, "manual_seed"), (torch.cuda, "manual_seed_all")):
+            stack.enter_context(_patched(owner, key, seeds))
+        stack.enter_context(_patched(Tensor, "data", property(data.__get__, assigns)))
+        stack.enter_context(_patched(hooks, "__enter__", enter_known))
         yield
 
 

@@ -1,6 +1,7 @@
 """A captured step computes what plain PyTorch computes, bit for bit, and its Graph says how much memory that takes."""
 
 import copy
+import functools
 import operator
 import pickle
 import random
@@ -668,6 +669,24 @@ def first_call_differs(model, x):
     return square(model.linear(x) * scale)
 
 
+def assigns_data(model, x):
+    model.plain_buffer = model.linear(x).detach()
+    model.linear.bias.data = model.linear.bias.data * 0.9
+    return square(model.linear(x))
+
+
+def seeds(model, x):
+    with torch.random.fork_rng():
+        torch.manual_seed(7)
+        noise = torch.randn(8)
+    return square(model.linear(x) + noise)
+
+
+def packs(model, x):
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.bfloat16(), lambda t: t.float()):
+        return square(model.linear(x))
+
+
 def flips(model, x):  # nothing shows in the ops
     model.flag = not model.flag
     return square(model.linear(x))
@@ -749,6 +768,9 @@ REFUSED: dict[str, tuple[Callable[[], Step], str]] = {
     "counter for later": (lambda: with_attribute(counts_calls_for_later, n=0), "changes its attribute n in its forward"),
     "first call": (lambda: with_attribute(first_call_differs, started=False), "attribute started.*run the model once before"),
     "flag that flips": (lambda: with_attribute(flips, flag=False), "attribute flag in its forward .from False to True"),
+    "data assigned": (lambda: capture(Lambda(assigns_data), x8), "assigns the .data of a tensor"),
+    "seed": (lambda: capture(Lambda(seeds), x8), "seeds torch's generator in its forward"),
+    "hooks of saved tensors": (lambda: capture(Lambda(packs), x8), "packs saved tensors by hooks"),
     "average in an attribute": (lambda: capture(Lambda(keeps_average), x8), "changes its attribute plain .*keep it in a buffer"),
     "memory": (lambda: with_attribute(remembers, memory=[]), "from one call to the next in its attribute memory"),
     "lazy cache": (lambda: with_attribute(caches_lazily, cache=None), "attribute cache .*run the model once before"),
@@ -833,6 +855,88 @@ def test_what_the_first_call_sets_up_stays_where_the_ops_are_the_same():
     for _ in range(2):  # the step is the model's before and after other calls of it
         loss = answer_of(step, step.module(*bind(step, x8))).loss
         assert torch.equal(loss, model(x8))
+
+
+CACHE: dict[int, Tensor] = {}
+
+
+class Remembered:
+    tensor: Tensor | None = None
+
+
+@functools.lru_cache(maxsize=4)
+def remembered_mask(size: int) -> Tensor:
+    return torch.full((size, size), -1e9).triu(1)
+
+
+def of_a_function(model, size):
+    return remembered_mask(size)
+
+
+def of_python_module(model, size):
+    if size not in CACHE:
+        CACHE[size] = torch.full((size, size), -1e9).triu(1)
+    return CACHE[size]
+
+
+def of_an_object(model, size):
+    if model.remembered.tensor is None:
+        model.remembered.tensor = torch.full((size, size), -1e9).triu(1)
+    return model.remembered.tensor
+
+
+@pytest.mark.parametrize("mask", [of_a_function, of_python_module, of_an_object])
+def test_caches_outside_of_a_model_hold_nothing_of_a_refused_trace(mask):
+    remembered_mask.cache_clear()
+    CACHE.clear()
+    model = Lambda(lambda m, x: square((m.linear(x) @ m.linear(x).T + mask(m, 4)).softmax(-1) + mask(m, 4).view(-1).sum()))
+    model.remembered = Remembered()
+    with pytest.raises(CaptureError, match=r"does not do the same in every call.*run the model once before"):
+        capture(model, x8)
+    wanted = model(x8)  # which fills the cache
+    step = capture(model, x8)
+    assert sum(source.kind == "constant" for source in step.sources) == 1
+    assert torch.equal(answer_of(step, step.module(*bind(step, x8))).loss, wanted)
+
+
+def test_views_of_a_constant_take_no_memory():
+    constant = torch.arange(8.0)
+
+    def forward(model, x):
+        return square(model.linear(x) * constant.view(1, 8)) + square(model.linear(x) * constant.view(1, 8))
+
+    graph = capture(Lambda(forward), x8).graph
+    assert not any("view" in op.name and not op.backward for op in graph.ops)
+
+
+def test_what_a_call_gives_another_value_first_is_not_read():
+    def forward(model, x):
+        model.aux = None
+        for _ in range(2):
+            loss = square(model.linear(x))
+            model.aux = loss if model.aux is None else model.aux + loss
+        return model.aux
+
+    model = Lambda(forward)
+    model.aux = None
+    step = capture(model, x8)
+    assert torch.equal(answer_of(step, step.module(*bind(step, x8))).loss, model(x8))
+
+
+def test_libraries_may_have_another_way_where_a_fake_kernel_refuses():
+    def forward(model, x):
+        if not torch.compiler.is_compiling():
+            raise RuntimeError("no fake of this kernel")
+        return square(model.linear(x))
+
+    assert capture(Lambda(forward), x8).graph.ops
+
+
+def test_refusals_name_the_line():
+    with pytest.raises(CaptureError, match=r"branches on data.*test_capture.py:\d+: .*if x.sum\(\) > 0"):
+        REFUSED["branch on data"][0]()
+    with pytest.raises(CaptureError, match=r"cannot be traced.*test_capture.py:\d+: "):
+        capture(Lambda(lambda m, x: square(m.linear(x) @ m.linear(x))), x8)
 
 
 def test_a_first_call_that_differs_sets_up_nothing():
