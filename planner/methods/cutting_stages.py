@@ -49,8 +49,9 @@ RELAXED_WORK, ANNEALED_RELAXED = 500, 4_000  # while its relaxation is solved, w
 RELAX_SHARE, STALLED, CLIMB = 0.6, 2, 0.005
 WHOLE, PARTS, FAR_AWAY = 0.01, 0.02, 0.05  # nearness to a whole number; share of variables that are not; of the keep-all time
 BEYOND_WORK = 100_000  # between two looks at the clock where a MILP takes longer
-# Blocks are tried after so many rounds, or at once where nothing fits so far, for this share of the time that is left.
-BLOCKS_ROUND, BLOCKS_SHARE, FINE_GRID, BLOCKS_WORK = 3, 0.15, {"peaks": 6, "saves": 12}, 4_000_000
+# Blocks are tried after so many rounds, before a large MILP where the bound is this share of the keep-all time away, or at once
+# where nothing fits so far, for this share of the time that is left.
+BLOCKS_ROUND, BLOCKS_DISTANCE, BLOCKS_SHARE, FINE_GRID, BLOCKS_WORK = 3, 0.02, 0.15, {"peaks": 6, "saves": 12}, 4_000_000
 # Sets of values to visit, and share of the time left, at most, where nothing fits so far; moves, and ops of walks, for making
 # that cheaper at a time, and what is much.
 PEBBLE_STATES, PEBBLE_SHARE, PEBBLE_MOVES, PEBBLE_WORK, MUCH = 4_000, 0.15, 1_000_000, 500_000, 0.03
@@ -212,8 +213,8 @@ def _rounds(search: _Search) -> bool:
             return False
         relaxed = answer is not None
         if answer is None:
-            if round_ > 1 and not cheap:
-                _blocks(search)
+            if round_ > 1 and not cheap and search.distance_ns > BLOCKS_DISTANCE * search.base:
+                _blocks(search)  # a MILP may take long
             effort = CHEAP_EFFORT if search.closed() or (cheap and not refined) else math.inf
             answer = _minimise(search, model, tolerance_ns, aim, sequence, _work(search, model, round_), effort)
         if answer.outcome is Outcome.INFEASIBLE:
