@@ -11,7 +11,7 @@ import pytest
 
 from graphs.ir import Graph, Op, Value
 from graphs.synthetic import Layered, chain, random_layered, random_training
-from planner import min_budget, pebbling
+from planner import min_budget, pebbling, smallest
 from planner.bounds import least_bytes
 from planner.methods import cutting_stages
 from planner.methods.cutting_stages import solve
@@ -264,6 +264,14 @@ def test_smaller_and_smaller_peaks() -> None:
     assert peaks[0] == simulate(graph, keep_all(graph)).peak_bytes
     assert len(peaks) >= 3 and peaks == sorted(set(peaks), reverse=True)
     assert all(simulate(graph, schedule).peak_bytes == works_bytes for works_bytes, schedule in found)
+
+
+def test_as_many_sets_as_ops_are_visited_at_least(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = random_training(40, seed=0)
+    monkeypatch.setattr(smallest, "STATES", 1)
+    works_bytes, _ = smallest_known(graph, time_limit_s=5)
+    monkeypatch.setattr(smallest, "fitting", lambda *_, **__: iter(()))
+    assert works_bytes < smallest_known(graph, time_limit_s=5)[0]
 
 
 def test_what_a_forward_gives_back_is_made_before_the_backward() -> None:

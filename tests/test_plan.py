@@ -8,7 +8,7 @@ import torch
 from graphs import Graph, GraphMismatch, InfeasibleBudget, InputError, InvalidSchedule, NoScheduleFound, Op, Value
 from graphs.synthetic import linear_network
 from online import run
-from planner import Compute, Status, keep_all, load_plan, plan, simulate, solve
+from planner import Compute, Status, keep_all, load_plan, min_budget, plan, simulate, solve
 from planner.plan import solve_halves, with_costs
 from planner.schedule import Free, hold_early
 
@@ -106,6 +106,8 @@ def test_numbers_beyond_64_bits_are_refused(ladder: Graph, method: str) -> None:
     huge = Graph("huge", ladder.ops, (Value("a", 2**62), *ladder.values[1:]), ladder.resident, ladder.outputs)
     with pytest.raises(InputError, match=r"huge: its bytes add up to 2\^62 bytes or more"):
         solve(huge, 2**63, method=method)
+    with pytest.raises(InputError, match=r"huge: its bytes add up to 2\^62 bytes or more"):
+        min_budget(huge)
     with pytest.raises(InputError, match=r"ladder: its times add up to 2\^1063 ns or more"):
         solve(ladder.with_costs([10**320, 1, 1, 1, 1]), 40, method=method)
 
