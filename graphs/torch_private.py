@@ -79,10 +79,13 @@ __all__ = [
     "keystr",
     "negated_view",
     "no_dispatch",
+    "onednn_as",
+    "onednn_enabled",
     "quiet_stand_ins",
     "replace_content",
     "run_and_save_rng_state",
     "run_with_rng_state",
+    "stand_ins_by",
     "storage_bytes",
     "storage_key",
     "takes_cudnn_batch_norm",
@@ -256,7 +259,8 @@ def trace_joint(body: Callable[[list[Tensor], list[Tensor]], Tensor], state: Seq
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(_eager_kernels())
-        stack.enter_context(_without_onednn())
+        # Recurrent layers are traced as their cells: the fused oneDNN layer does not tell how much memory it takes.
+        stack.enter_context(onednn_as(False))
         stack.enter_context(_quiet("torch._subclasses.fake_tensor"))
         module = aot_export_joint_with_descriptors(stack, _Body(body, state), tuple(inputs)).graph_module
     _drop_tokens(module.graph)
@@ -388,10 +392,43 @@ def quiet_stand_ins() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _without_onednn() -> Iterator[None]:
-    """Trace recurrent layers as their cells: the fused oneDNN layer does not tell the tracer how much memory it takes."""
+def stand_ins_by(call: Callable[[FakeTensorMode, Any, Any, Any, Callable[[], Any]], Any]) -> Iterator[None]:
+    """Have ``call(mode, operator, args, kwargs, plain)`` return what calls on fake tensors give; ``plain()`` does without it.
+
+    It does not see the calls that a stand-in makes in turn, nor those it makes itself.
+    """
+    owner: Any = FakeTensorMode
+    original = owner.__torch_dispatch__
+    inside = False
+
+    def dispatch(mode: FakeTensorMode, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        nonlocal inside
+        plain = functools.partial(original, mode, func, types, args, kwargs or {})
+        if inside:
+            return plain()
+        inside = True
+        try:
+            return call(mode, func, args, kwargs or {}, plain)
+        finally:
+            inside = False
+
+    owner.__torch_dispatch__ = dispatch
+    try:
+        yield
+    finally:
+        owner.__torch_dispatch__ = original
+
+
+def onednn_enabled() -> bool:
+    """Whether kernels of oneDNN are taken."""
+    return torch._C._get_mkldnn_enabled()
+
+
+@contextlib.contextmanager
+def onednn_as(enabled: bool) -> Iterator[None]:
+    """Take kernels of oneDNN, or none."""
     before = torch._C._get_mkldnn_enabled()
-    torch._C._set_mkldnn_enabled(False)
+    torch._C._set_mkldnn_enabled(enabled)
     try:
         yield
     finally:

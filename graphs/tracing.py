@@ -14,6 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from graphs.errors import CaptureError
 from graphs.inputs import Arguments, Loss, check_tensor
+from graphs.layouts import kernels_layouts
 from graphs.leaks import Caches
 from graphs.rewrite import read_sources_directly
 from graphs.torch_private import (
@@ -183,7 +184,7 @@ def trace(
         watch = Watch(name, body)
         constants = _Constants if known else contextlib.nullcontext
         caches = Caches(body)
-        with _plain_context(where), _untouched(watch, where):
+        with _plain_context(where), _untouched(watch, where), kernels_layouts():
             fakes = to_fake([*state.values(), *(leaves[i].detach() for i in slots)])
             try:
                 joint = trace_joint(run, fakes[: len(state)], fakes[len(state) :])

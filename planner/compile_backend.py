@@ -26,6 +26,7 @@ from torch import Tensor, fx
 
 from graphs.capture import Step, numbered
 from graphs.errors import BudgetExceeded, InfeasibleBudget, InputError, InvalidSchedule, NoScheduleFound
+from graphs.layouts import kernels_layouts
 from graphs.rewrite import outputs_of, share_casts, tensors_of
 from graphs.torch_private import BoxedCodeGen, changed_inputs, compile_partitioned
 from planner.budget import resolve_budget
@@ -66,7 +67,8 @@ def belady(module: fx.GraphModule, examples: Sequence[Any], *, options: Mapping[
         _share_casts(joint, forward_outputs, examples)
         return _partition(joint, forward_outputs, budget, options)
 
-    return compile_partitioned(module, examples, partition, _boxed)
+    with kernels_layouts():
+        return compile_partitioned(module, examples, partition, _boxed)
 
 
 def _share_casts(joint: fx.GraphModule, forward_outputs: int, examples: Sequence[Any]) -> None:

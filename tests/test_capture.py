@@ -22,6 +22,8 @@ from torch.utils._pytree import tree_leaves
 
 from graphs.capture import Inputs, Loss, Step, bind, capture
 from graphs.errors import CaptureError, InputError
+from graphs.layouts import _relaid, _smaller
+from planner.plan import plan
 from planner.schedule import keep_all
 from planner.simulate import simulate
 
@@ -1167,3 +1169,146 @@ def test_a_call_that_differs_from_the_one_before_is_looked_at_again() -> None:
     model[1].running_mean = None
     with pytest.raises(InputError, match="running_mean"):
         bind(step, (x, y))
+
+
+class Permuted(nn.Module):
+    """A linear layer whose output goes through ``between`` with its last two dimensions exchanged."""
+
+    def __init__(self, between: nn.Module, width: int, *, back: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(width, width)
+        self.between = between
+        self.last = nn.Linear(width, 4) if back else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.between(self.first(x).transpose(1, 2))
+        return y if self.last is None else self.last(y.transpose(1, 2).reshape(-1, y.shape[1]))
+
+
+class Noise(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.normal(x.detach(), x.detach().abs())
+
+
+def assert_trains_as_plain_pytorch(model: nn.Module, inputs: Any, loss: Loss) -> None:
+    """One planned training step gives the loss, gradients and buffers of plain PyTorch; its tensors are laid out as planned."""
+    plain = copy.deepcopy(model)
+    planned = plan(model, 1.0, inputs=inputs, loss=loss)
+    x, *targets = inputs if isinstance(inputs, tuple) else (inputs,)
+    torch.manual_seed(5)
+    expected = loss(plain(x), *targets)
+    expected.backward()
+    torch.manual_seed(5)
+    found = planned.module()(x, *targets)
+    found.backward()
+    assert torch.equal(found, expected)
+    for (name, parameter), twin in zip(plain.named_parameters(), model.parameters(), strict=True):
+        assert torch.equal(parameter.grad, twin.grad), name
+    for (name, buffer), twin in zip(plain.named_buffers(), model.buffers(), strict=True):
+        assert torch.equal(buffer, twin), name
+    assert_layouts(planned.step, inputs)
+
+
+def assert_layouts(step: Step, inputs: Inputs) -> None:
+    """Every tensor of the step is laid out as its node says."""
+
+    class Check(fx.Interpreter):
+        def run_node(self, n: fx.Node) -> Any:
+            result = super().run_node(n)
+            if n.op != "call_function":
+                return result
+            for tensor, stand_in in zip(tree_leaves(result), tree_leaves(n.meta["val"]), strict=True):
+                if isinstance(tensor, Tensor):
+                    assert tensor.shape == stand_in.shape
+                    pairs = zip(tensor.shape, tensor.stride(), stand_in.stride(), strict=True)
+                    assert all(a == b for size, a, b in pairs if size > 1), (n.format_node(), tensor.stride(), stand_in.stride())
+            return result
+
+    with torch.no_grad():
+        Check(step.module).run(*bind(step, inputs))
+
+
+SHAPES = [(2, 6, 8), (4, 40, 96)]  # the second is too large to ask the kernels about as it is
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("loss", [F.mse_loss, F.smooth_l1_loss, F.huber_loss])
+def test_losses_of_a_permuted_output(loss: Callable[..., Tensor], shape: tuple[int, int, int]) -> None:
+    """The kernels of their backward make contiguous gradients, unlike their stand-ins in a trace."""
+    a, b, c = shape
+    model = Permuted(nn.Identity(), c, back=False)
+    assert_trains_as_plain_pytorch(model, (torch.randn(a, b, c), torch.randn(a, c, b)), loss)
+
+
+BETWEEN = {
+    "batch norm": nn.BatchNorm1d,
+    "batch norm in evaluation": lambda width: nn.BatchNorm1d(width).eval(),
+    "log sigmoid": lambda width: nn.LogSigmoid(),
+    "normal": lambda width: Noise(),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", BETWEEN)
+def test_ops_on_permuted_dimensions(name: str, shape: tuple[int, int, int]) -> None:
+    assert_trains_as_plain_pytorch(Permuted(BETWEEN[name](shape[-1]), shape[-1]), torch.randn(shape), square)
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 4, 8), (2, 6, 20, 64)])
+def test_gated_units_of_permuted_images(shape: tuple[int, ...]) -> None:
+    class Gated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(shape[-1], shape[-1])
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.glu(self.linear(x).permute(0, 3, 1, 2), 1).transpose(-1, -2).reshape(-1)
+
+    assert_trains_as_plain_pytorch(Gated(), torch.randn(shape), square)
+
+
+def test_batch_norm_of_cudnn_is_asked_where_it_will_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU its operators run PyTorch's own kernels."""
+    asked = []
+    for module in ("rewrite", "layouts"):
+        monkeypatch.setattr(f"graphs.{module}.takes_cudnn_batch_norm", lambda *given: asked.append(given) or True)
+    assert_trains_as_plain_pytorch(Permuted(nn.BatchNorm1d(96), 96), torch.randn(4, 40, 96), square)
+    assert len(asked) >= 3  # for the graph, and for the layouts of both directions
+
+
+def test_convolutions_choose_their_layout_as_they_do_outside_of_a_trace() -> None:
+    """A trace takes oneDNN away for the sake of recurrent layers; convolutions of 16 images or more then have another layout."""
+    model = nn.Sequential(nn.Conv2d(3, 8, 7, stride=2, padding=3), nn.BatchNorm2d(8), nn.Hardtanh(), nn.Conv2d(8, 4, 3))
+    model = model.to(memory_format=torch.channels_last)
+    assert_trains_as_plain_pytorch(model, torch.randn(16, 3, 24, 24).contiguous(memory_format=torch.channels_last), square)
+
+
+def test_kernels_are_asked_on_little_memory_and_draw_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    allocated: list[int] = []
+    full = torch.full
+    monkeypatch.setattr(torch, "full", lambda size, *args, **kwargs: allocated.append(size[0]) or full(size, *args, **kwargs))
+    model, x = Permuted(Noise(), 96, back=False), torch.randn(64, 80, 96)
+    before = torch.get_rng_state()
+    capture(model, x, loss=square)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert allocated and max(allocated) < 1 << 14
+
+
+def test_sizes_made_small_keep_their_order_and_halves() -> None:
+    small = _smaller({0, 1, 3, 8, 30, 32, 64, 197})
+    assert [small[n] for n in (0, 1, 3, 8)] == [0, 1, 3, 8]
+    assert 8 < small[30] < small[32] < small[64] == 2 * small[32] < small[197]
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "other", "expected"),
+    [
+        ((4, 40, 96), (3840, 96, 1), (4, 9, 10), (90, 10, 1)),
+        ((4, 96, 40), (3840, 1, 96), (4, 10, 9), (90, 1, 10)),
+        ((4, 96, 1, 40), (3840, 1, 96, 96), (4, 10, 1, 9), (90, 1, 10, 10)),  # of one element: as its neighbour
+        ((4, 40, 96), (0, 192, 1), (4, 9, 10), (0, 20, 1)),  # expanded, and every other row of something
+    ],
+)
+def test_layouts_are_the_same_in_other_sizes(shape: Any, strides: Any, other: Any, expected: Any) -> None:
+    assert _relaid(shape, strides, other) == expected

@@ -384,3 +384,21 @@ def test_the_backend_is_known_by_name() -> None:
     assert entries["belady"].load() is belady
     model, inputs = mlp()
     assert torch.compile(model, backend="belady", options={**TIGHT, "budget": 0.7})(*inputs)[0].requires_grad
+
+
+def test_layouts_are_those_of_the_kernels() -> None:
+    """Batch norm and the loss get permuted tensors and make contiguous ones, unlike their stand-ins in a trace."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.norm, self.last = nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 64)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return F.mse_loss(self.last(self.norm(self.first(x).transpose(1, 2)).transpose(1, 2)).transpose(1, 2), y)
+
+    model, x, y = Model(), torch.randn(4, 24, 64), torch.randn(4, 64, 24)
+    plain = copy.deepcopy(model)
+    plain(x, y).backward()
+    torch.compile(model, backend=belady, options={"budget": 1.0})(x, y).backward()
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(plain.parameters(), model.parameters(), strict=True))
