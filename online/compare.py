@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from graphs.errors import GraphMismatch, InputError
@@ -14,7 +15,7 @@ from online.heuristics import DEFAULT_RULE
 from online.runtime import Run, rule, run
 from planner.bounds import least_bytes
 from planner.budget import format_bytes, resolve_budget
-from planner.plan import graph_of, solve
+from planner.plan import graph_of, solve, solve_halves
 from planner.result import Plan
 from planner.schedule import Schedule, computes, keep_all, with_frees
 from planner.simulate import simulate
@@ -290,12 +291,14 @@ def compare(
     peak_bytes = simulate(graph, keep_all(graph)).peak_bytes
     resolved = [resolve_budget(budget, peak_bytes) for budget in budgets]
     whole = solve(graph, peak_bytes, method="keep_all")
-    trials = None
+    trials, find = None, solve
     if execute:
         if isinstance(target, Graph):
             raise InputError(f"{graph.name} is a graph without a model behind it: it can be planned, but not executed")
         from online.trial import Trials
+        from planner.halves import copied_bytes
 
+        find = partial(solve_halves, copied_bytes=copied_bytes(target))
         say("plain PyTorch")
         trials = Trials(target, inputs, seed=seed)
 
@@ -314,13 +317,13 @@ def compare(
             cheapest = min((r for r in runs if r.completed), key=lambda r: r.time_ns or 0, default=None)
             # A rule may hold what is dead until room is needed; a plan has no reason to.
             start = with_frees(graph, list(computes(cheapest.schedule))) if cheapest else None
-            plan = solve(graph, budget_bytes, method=method, start=start, **options)
+            plan = find(graph, budget_bytes, method=method, start=start, **options)
             measured: dict[str, Trial] = {}
             parts = tuple(map(split, runs)) if splits else ()
             blocks.append(Block(budget_bytes, plan, tuple(runs), measured, parts))
             if interrupted := plan.notes.get("stopped") == "interrupted":
                 break
-            if trials is not None and plan.schedule is not None:
+            if trials is not None and plan.schedule is not None and "halves" not in plan.notes:
                 say(f"executing the plan for {where}")
                 measured[plan.method] = trials.planned(plan)
             for run_ in runs:

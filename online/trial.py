@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,7 +13,6 @@ from torch import Tensor
 from graphs.capture import Step
 from graphs.errors import InputError
 from online.runtime import run
-from planner.execute import PlannedModule
 from planner.measure import measure, resident_before_backward
 from planner.result import Plan
 
@@ -58,7 +57,7 @@ class Trials:
     def planned(self, plan: Plan) -> Trial:
         """One step with a plan, through the module that ``plan.module()`` returns."""
         assert plan.schedule is not None
-        module = PlannedModule(self._step, plan.schedule, plan.budget_bytes)
+        module = replace(plan, step=self._step).module()
         return self._try(lambda: _backward(_call(module, self._inputs)), self._resident_before_backward)
 
     def online(self, budget_bytes: int, heuristic: str) -> Trial:

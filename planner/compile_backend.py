@@ -177,7 +177,7 @@ def _planned(joint: _Joint, budget: int | float | str, options: Mapping[str, Any
         peak_bytes = max([*memory[: max(cut - 1, 0)], *(m + copies for m in memory[max(cut - 1, 0) :])], default=0)
         if peak_bytes <= budget_bytes:
             return found, schedule, peak_bytes
-        asked -= peak_bytes - budget_bytes
+        asked = min(asked, found.peak_bytes or asked) - (peak_bytes - budget_bytes)  # less than this schedule has
     raise BudgetExceeded(
         "the compiled graph", peak_bytes, budget_bytes, "what its forward returns stays in memory; plan for a larger budget"
     )

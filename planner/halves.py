@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Set
 from dataclasses import dataclass, replace
 
@@ -93,6 +94,7 @@ def cut_in_halves(step: Step, schedule: Schedule) -> Halves:
     backward_reads = second.drop_unread(sources, returned)
     backward = second.finish(returned, "Backward")
 
+    own = _own_content(step)
     at = {v: i for i, v in enumerate(values)}
     source_at = {source: len(handed) + i for i, source in enumerate(backward_reads)}
     index = {(source.kind, source.name): i for i, source in enumerate(step.sources)}
@@ -100,13 +102,7 @@ def cut_in_halves(step: Step, schedule: Schedule) -> Halves:
     def buffer(i: int) -> Buffer:
         source = index["buffer", step.results[i].name]
         value = result_value(step, i)
-        old_at, new_at = source_at.get(source), at.get(value)
-        # Only a tensor that is all of a storage of its own can take over the old content.
-        own = (
-            second.maker.get(value) is outputs_of(step.module.graph)[i]
-            and [result_value(step, j) for j in early_results].count(value) == 1
-        )
-        return Buffer(source, old_at, new_at, not own)
+        return Buffer(source, source_at.get(source), at.get(value), i not in own)
 
     return Halves(
         cut,
@@ -118,6 +114,30 @@ def cut_in_halves(step: Step, schedule: Schedule) -> Halves:
         tuple(buffer(i) for i in buffers),
         at.get(result_value(step, loss)),
         source_at.get(index.get(("tangent", ""), -1)),
+    )
+
+
+def _own_content(step: Step) -> set[int]:
+    """The results that are new content of a buffer and all of a storage of their own, which can take over the old content."""
+    maker = {v: node for op in range(len(step.calls)) for v, node in step.made_by(op).items()}
+    early = Counter(result_value(step, i) for i, result in enumerate(step.results) if result.kind != "gradient")
+    outputs = outputs_of(step.module.graph)
+    return {
+        i
+        for i, result in enumerate(step.results)
+        if result.kind == "buffer" and maker.get(v := result_value(step, i)) is outputs[i] and early[v] == 1
+    }
+
+
+def copied_bytes(step: Step) -> int:
+    """What halves need beside their schedule from the end of the first one on: the old content of buffers that the new content
+    cannot take over."""
+    own = _own_content(step)
+    changed = {result.name for i, result in enumerate(step.results) if result.kind == "buffer" and i not in own}
+    return sum(
+        step.graph.values[step.value_of[node]].size_bytes
+        for node, source in zip(placeholders(step), step.sources, strict=True)
+        if source.kind == "buffer" and source.name in changed
     )
 
 
@@ -209,7 +229,7 @@ def fit_halves(step: Step, schedule: Schedule, budget_bytes: int, halves: Halves
             _op_at(step, schedule, worst),
             memory[worst],
             budget_bytes,
-            f"a call keeps the loss and the new buffers until its end; plan for {memory[worst] - budget_bytes:,} bytes less",
+            f"a call keeps the loss and the new buffers until its end; plan for {memory[worst]:,} bytes with start=schedule",
         )
     return replace(halves, buffers=tuple(buffers)), memory[worst], memory[worst] - memory[start] if memory else 0
 

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import inspect
+import logging
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from graphs.errors import InfeasibleBudget, InputError, NoScheduleFound
 from graphs.ir import Graph
 from planner.bounds import least_bytes
 from planner.budget import format_bytes, resolve_budget
+from planner.early import in_halves, with_early_kept
 from planner.methods import method as method_named
 from planner.result import Plan, Status
-from planner.schedule import Compute, Free, Schedule, computes, first_runs, hold_early, in_graph_order, keep_all
+from planner.schedule import Compute, Free, Schedule, computes, first_runs, in_graph_order, keep_all
 from planner.simulate import simulate
 from planner.smallest import smaller_and_smaller
 
@@ -24,6 +28,8 @@ if TYPE_CHECKING:
 
     from graphs.capture import Step
 
+log = logging.getLogger("belady")
+METHOD = "cutting_stages"
 MOST = 2**62  # bytes, or ns, of a graph in all
 MESSAGE_S, MESSAGE_SHARE = 10.0, 0.05  # at most, to find out what an error message says; share of the time limit beyond it
 _KINDS: dict[str, type] = {"bool": bool, "int": int, "str": str}  # of options, by their annotation
@@ -38,13 +44,13 @@ def plan(
     costs: str = "auto",
     device: str | torch.device | None = None,
     autocast: torch.dtype | None = None,
-    method: str = "cutting_stages",
+    method: str = METHOD,
     gap: float = 0.005,
     time_limit_s: float = 60.0,
     seed: int = 0,
     start: Schedule | None = None,
     progress: Callable[..., None] | None = None,
-    **options: object,
+    **options: Any,
 ) -> Plan:
     """The cheapest schedule found for a budget, and a proof of how far from optimal it can be at most.
 
@@ -60,12 +66,13 @@ def plan(
     options       further options of the method
 
     Raises InfeasibleBudget where no schedule can fit, NoScheduleFound where none was found though none was ruled out,
-    CaptureError where the model cannot be captured, InputError for anything else that cannot be used.
+    CaptureError where the model cannot be captured, InputError for anything else that cannot be used. Logs a warning (logger
+    "belady") where a step's plan is too tight to train with (``Plan.module``); its notes then have ``halves``.
     """
     target = step_of(model, inputs=inputs, loss=loss, costs=costs, device=device, autocast=autocast)
-    graph = target if isinstance(target, Graph) else target.graph
+    graph, copied_bytes = (target, None) if isinstance(target, Graph) else (target.graph, _copied_bytes(target))
     budget_bytes = resolve_budget(budget, simulate(graph, keep_all(graph)).peak_bytes)
-    found = (solve if isinstance(target, Graph) else solve_halves)(
+    found: Plan = (solve if copied_bytes is None else partial(solve_halves, copied_bytes=copied_bytes))(
         graph,
         budget_bytes,
         method=method,
@@ -77,19 +84,21 @@ def plan(
         **options,
     )
     if found.status is Status.INFEASIBLE:
-        raise infeasible(graph, budget_bytes, found, time_limit_s=time_limit_s - found.wall_s)
+        raise infeasible(graph, budget_bytes, found, time_limit_s=time_limit_s - found.wall_s, copied_bytes=copied_bytes)
     if found.status is Status.UNKNOWN:
         interrupted = found.notes.get("stopped") == "interrupted"
         more_s = 0.0 if interrupted else (1 + MESSAGE_SHARE) * time_limit_s - found.wall_s
         raise NoScheduleFound(
             f"{method} found no schedule of {graph.name} in {budget_bytes:,} bytes ({format_bytes(budget_bytes)}) within "
             f"{found.wall_s:.1f} s ({found.notes.get('stopped', 'nothing else to try')}), but did not rule one out; "
-            f"{_works_bytes(graph, more_s):,} bytes are known to work"
+            f"{_smallest(graph, more_s, copied_bytes)[0]:,} bytes are known to work"
         )
+    if "halves" in found.notes:
+        log.warning("the plan of %s in %s bytes %s", graph.name, f"{budget_bytes:,}", found.notes["halves"])
     return found if isinstance(target, Graph) else replace(found, step=target)
 
 
-def solve(graph: Graph, budget_bytes: int, *, method: str = "cutting_stages", **options: object) -> Plan:
+def solve(graph: Graph, budget_bytes: int, *, method: str = METHOD, **options: object) -> Plan:
     """Run one method on a graph and return its Plan whatever its status. Raises InputError for unknown names and options."""
     if not isinstance(graph, Graph):
         raise InputError(f"solve takes a Graph (that of a captured Step is step.graph), not {_a(graph)}")
@@ -123,33 +132,60 @@ def _is_step(step: object) -> bool:
     return (isinstance(step, Compute) and type(step.op) is int) or (isinstance(step, Free) and type(step.value) is int)
 
 
-def solve_halves(graph: Graph, budget_bytes: int, *, gap: float = 0.0, time_limit_s: float = 60.0, **options: Any) -> Plan:
+def solve_halves(
+    graph: Graph,
+    budget_bytes: int,
+    *,
+    copied_bytes: int = 0,
+    method: str = METHOD,
+    gap: float = 0.0,
+    time_limit_s: float = 60.0,
+    **options: Any,
+) -> Plan:
     """``solve`` for the graph of a training step that will run in two halves (``Plan.module``): what the forward gives back, the
-    loss and new buffers, stays from when it is first made, and fits in the budget.
+    loss and new buffers, is there when the backward begins, stays from when it is first made, and fits in the budget.
 
-    Most schedules are so, or become so without a byte more. One that drops a new buffer, to make it again in the backward with
-    the rest of its op, may not; then the rest of the time (at least a quarter of the limit) goes into a schedule for as many
-    bytes less as are missing. What was proved for the whole budget stays proved. Where nothing fits that way, the plan is
-    ``solve``'s own: one that runs as one piece, without a module.
+    Most schedules are so, or become so without a byte more. One that drops the loss or a new buffer, to make it again in the
+    backward with the rest of its op, may not; then the rest of the time (at least a quarter of the limit) goes into the graph in
+    which they count throughout. What was proved without that stays proved. Where that finds nothing, the smallest schedule
+    known is tried (found within another quarter of the limit). Should it be too large, the plan is ``solve``'s own: one that runs
+    as one piece, without a module. Its notes say so (``halves``), and how many bytes are known to be enough (``halves_bytes``).
+
+    copied_bytes  needed beside the schedule in the second half, see ``planner.halves.copied_bytes``
     """
-    found = solve(graph, budget_bytes, gap=gap, time_limit_s=time_limit_s, **options)
+    found = solve(graph, budget_bytes, method=method, gap=gap, time_limit_s=time_limit_s, **options)
     if found.schedule is None or found.notes.get("stopped") == "interrupted":
         return found
-    schedule = hold_early(graph, found.schedule)
+    schedule, needs_bytes = in_halves(graph, found.schedule, copied_bytes)
     notes, wall_s = found.notes, found.wall_s
-    short_bytes = simulate(graph, schedule).peak_bytes - budget_bytes
-    if short_bytes > 0:
+    if needs_bytes is None or needs_bytes > budget_bytes:
+        tried = []
+        if options.get("start") is not None:
+            tried = [in_halves(graph, tuple(options["start"]), copied_bytes)]
+            options["start"] = tried[0][0] if tried[0][1] is not None else None  # a backward that begins too early is of no use
         left_s = max(time_limit_s - wall_s, time_limit_s / 4)
-        again = solve(graph, max(0, budget_bytes - short_bytes), gap=gap, time_limit_s=left_s, **options)
+        kept = with_early_kept(graph, copied_bytes)
+        again = solve(kept, budget_bytes, method=method, gap=gap, time_limit_s=left_s, **options)
         wall_s += again.wall_s
-        notes = {**again.notes, "smaller_by_bytes": short_bytes}
-        others = [other for other in (again.schedule, options.get("start")) if other is not None]
-        held = [hold_early(graph, tuple(other)) for other in others]
-        fitting = [other for other in held if simulate(graph, other).peak_bytes <= budget_bytes]
+        if again.schedule is not None:
+            tried.append(in_halves(graph, again.schedule, copied_bytes))
+        fitting = [s for s, bytes_ in tried if bytes_ is not None and bytes_ <= budget_bytes]
+        notes = {**(found if again.schedule is None else again).notes, "one_piece_time_ns": found.time_ns}
         if not fitting:
-            return replace(found, wall_s=wall_s, notes={**found.notes, "halves": "does not fit with new buffers kept"})
+            began = time.perf_counter()
+            interrupted = again.notes.get("stopped") == "interrupted"
+            enough_bytes, smallest = _smallest(graph, 0.0 if interrupted else time_limit_s / 4, copied_bytes)
+            wall_s += time.perf_counter() - began
+            if enough_bytes > budget_bytes or method != METHOD:  # a published method's plan is what that method finds
+                halves = (
+                    "runs as one piece only, without a module, whose call keeps the loss and the new buffers until its end; "
+                    f"plan for {enough_bytes:,} bytes, which are known to be enough" + f" for {METHOD}" * (method != METHOD)
+                )
+                told = {"halves": halves, "halves_bytes": enough_bytes} | ({"stopped": "interrupted"} if interrupted else {})
+                return replace(found, wall_s=wall_s, notes=found.notes | told)
+            fitting, notes["found_by"] = [smallest], "the smallest known"
         schedule = min(fitting, key=lambda other: simulate(graph, other).time_ns)
-        if notes.pop("order_bound_ns", None) is not None and not in_graph_order(computes(schedule)):  # that of fewer bytes
+        if notes.pop("order_bound_ns", None) is not None and not in_graph_order(computes(schedule)):  # that of the other graph
             notes["order_bound_ns"] = found.notes.get("order_bound_ns", found.bound_ns)
     return Plan.of(
         graph,
@@ -201,14 +237,22 @@ def check_options(options: Mapping[str, object]) -> None:
         raise InputError(f"seed must be an integer from 0 to 2147483647, not {seed!r}")
 
 
-def infeasible(graph: Graph, budget_bytes: int, plan: Plan | None = None, *, time_limit_s: float = MESSAGE_S) -> InfeasibleBudget:
+def infeasible(
+    graph: Graph,
+    budget_bytes: int,
+    plan: Plan | None = None,
+    *,
+    time_limit_s: float = MESSAGE_S,
+    copied_bytes: int | None = None,
+) -> InfeasibleBudget:
     """The error for a budget that is proved too small: what is proved, and what is known to work.
 
     plan          of status INFEASIBLE: where its proof is for one order of first executions, the message says so
     time_limit_s  to find out what works, besides keeping everything
+    copied_bytes  as for ``solve_halves``: what works is then what works in halves
     """
     known = plan.notes.get("least_bytes", 0) if plan is not None else 0
-    proved, works = max(known, least_bytes(graph)), _works_bytes(graph, time_limit_s)
+    proved, (works, _) = max(known, least_bytes(graph)), _smallest(graph, time_limit_s, copied_bytes)
     reason = f": {plan.notes.get('infeasible')}" if plan is not None and proved <= budget_bytes else ""
     asked = f"{budget_bytes:,} bytes ({format_bytes(budget_bytes)})"
     whole = "; an int is bytes, the whole keep-all peak is 1.0" if budget_bytes == 1 else ""
@@ -221,13 +265,20 @@ def infeasible(graph: Graph, budget_bytes: int, plan: Plan | None = None, *, tim
     )
 
 
-def _works_bytes(graph: Graph, time_limit_s: float) -> int:
-    """The smallest budget known to work: at least keeping everything does, if there is no time for more, and on Ctrl-C."""
-    works_bytes = simulate(graph, keep_all(graph)).peak_bytes
+def _smallest(graph: Graph, time_limit_s: float, copied_bytes: int | None = None) -> tuple[int, Schedule]:
+    """The smallest budget known to work, and its schedule: at least keeping everything does, if there is no time for more, and on
+    Ctrl-C.
+
+    copied_bytes  as for ``solve_halves``: what works in halves; None: as one piece
+    """
+    schedule, works_bytes = in_halves(graph, keep_all(graph), copied_bytes)
+    assert works_bytes is not None  # it is in graph order
     with suppress(KeyboardInterrupt):
-        for known in smaller_and_smaller(graph, time_limit_s=min(MESSAGE_S, time_limit_s)):
-            works_bytes, _ = known
-    return works_bytes
+        for _, found in smaller_and_smaller(with_early_kept(graph, copied_bytes), time_limit_s=min(MESSAGE_S, time_limit_s)):
+            held, needs_bytes = in_halves(graph, found, copied_bytes)
+            if needs_bytes is not None and needs_bytes < works_bytes:
+                works_bytes, schedule = needs_bytes, held
+    return works_bytes, schedule
 
 
 def step_of(
@@ -247,6 +298,12 @@ def step_of(
     if isinstance(model, Step):
         return model
     return with_costs(capture(model, inputs, loss=loss, device=device, autocast=autocast), costs)
+
+
+def _copied_bytes(step: Step) -> int:
+    from planner.halves import copied_bytes
+
+    return copied_bytes(step)
 
 
 def graph_of(target: Step | Graph, what: str) -> Graph:

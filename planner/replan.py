@@ -8,8 +8,7 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from graphs.capture import Inputs, Step, capture
-from graphs.errors import BudgetExceeded
+from graphs.capture import Inputs, capture
 from graphs.inputs import plain
 from graphs.torch_private import tree_flatten
 from planner.execute import PlannedModule, inputs_of_call
@@ -70,7 +69,8 @@ class ReplanningModule(PlannedModule):
         name, loss = self.step.graph.name, self.step.body.loss
         step = capture(self.step.model, inputs, loss=loss, name=name, autocast=self.step.autocast)
         step = with_costs(step, options.pop("costs", "auto"))
-        module, found = _fitting(step, before.budget_bytes, options)
+        found = plan(step, before.budget_bytes, **options)
+        module = found.module()
         sizes = ", ".join(str(tuple(leaf.shape)) for leaf in tree_flatten(plain(inputs))[0] if isinstance(leaf, Tensor))
         log.info(
             "planned %s again for inputs of shape %s: %s bytes of the same budget of %s bytes, %.2f %% overhead, found in "
@@ -79,18 +79,6 @@ class ReplanningModule(PlannedModule):
             self.planned + 1,
         )  # fmt: skip
         return module
-
-
-def _fitting(step: Step, budget_bytes: int, options: Mapping[str, Any]) -> tuple[PlannedModule, Plan]:
-    """A module within the budget, and its plan: made for less where the module keeps more than the schedule does."""
-    asked_bytes = budget_bytes
-    while True:
-        found = plan(step, asked_bytes, **options)
-        assert found.schedule is not None  # plan raises otherwise
-        try:
-            return PlannedModule(step, found.schedule, budget_bytes), found
-        except BudgetExceeded as error:
-            asked_bytes -= error.asked_bytes - budget_bytes
 
 
 def _kind(leaf: object) -> Hashable:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from graphs.errors import GraphMismatch, InputError
+from graphs.errors import BudgetExceeded, GraphMismatch, InputError, InvalidSchedule
 from graphs.files import read_json, write_whole
 from graphs.ir import Graph
 from planner.schedule import Schedule, from_json, keep_all, to_json
@@ -146,6 +146,9 @@ class Plan:
     def module(self, *, cuda_graph: bool = False, replan: bool | Mapping[str, Any] = False) -> PlannedModule:
         """An ``nn.Module`` that trains with this plan. Needs a captured model and a schedule.
 
+        A plan whose notes have ``halves`` runs as one piece only (``planner.execute.PlannedStep``). For that this raises
+        BudgetExceeded, or InvalidSchedule where its order is the reason, and says how many bytes are known to be enough.
+
         replan      plan again, for the same bytes, when inputs of other shapes come (see ``planner.replan.ReplanningModule``),
                     with these options of ``planner.plan``; otherwise they are refused
         cuda_graph  capture the step once and replay it, so that ops cost no host time (see ``planner.cuda_graph.GraphedModule``)
@@ -154,6 +157,17 @@ class Plan:
             raise InputError(f"the plan for {self.graph.name} has no captured model behind it, so there is nothing to train")
         if self.schedule is None:
             raise InputError(f"no schedule was found for {self.graph.name} in {self.budget_bytes:,} bytes: nothing to run")
+        try:
+            return self._module(self.step, self.schedule, cuda_graph=cuda_graph, replan=replan)
+        except (BudgetExceeded, InvalidSchedule) as error:
+            if "halves" not in self.notes:
+                raise
+            why = f"this plan {self.notes['halves']}"
+            if isinstance(error, InvalidSchedule):
+                raise InvalidSchedule(f"{error}: {why}") from None
+            raise BudgetExceeded(error.op, error.asked_bytes, error.budget_bytes, why) from None
+
+    def _module(self, step: Step, schedule: Schedule, *, cuda_graph: bool, replan: bool | Mapping[str, Any]) -> PlannedModule:
         if replan is not False:
             if cuda_graph:
                 raise InputError("replan and cuda_graph exclude each other: every shape would keep memory of its own")
@@ -163,10 +177,10 @@ class Plan:
         if cuda_graph:
             from planner.cuda_graph import GraphedModule
 
-            return GraphedModule(self.step, self.schedule, self.budget_bytes)
+            return GraphedModule(step, schedule, self.budget_bytes)
         from planner.execute import PlannedModule
 
-        return PlannedModule(self.step, self.schedule, self.budget_bytes)
+        return PlannedModule(step, schedule, self.budget_bytes)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON; the graph itself is not in it, only its fingerprint."""

@@ -62,14 +62,16 @@ def keep_all(graph: Graph) -> Schedule:
     return with_frees(graph, range(len(graph.ops)))
 
 
-def hold_early(graph: Graph, schedule: Schedule) -> Schedule:
-    """Keep what a forward gives back (loss, new buffers) from when it is first made.
-
-    That is every output made by an op before the backward; a graph that has no backward stays as it is.
-    """
+def early_values(graph: Graph) -> set[int]:
+    """What a forward gives back (loss, new buffers): every output made before the backward; none in a graph without one."""
     if not any(op.backward for op in graph.ops):
-        return schedule
-    early = {v for v in graph.outputs if graph.producer[v] >= 0 and not graph.ops[graph.producer[v]].backward}
+        return set()
+    return {v for v in graph.outputs if graph.producer[v] >= 0 and not graph.ops[graph.producer[v]].backward}
+
+
+def hold_early(graph: Graph, schedule: Schedule) -> Schedule:
+    """Keep what a forward gives back from when it is first made."""
+    early = early_values(graph)
     return tuple(step for step in schedule if not (isinstance(step, Free) and step.value in early))
 
 

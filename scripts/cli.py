@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -307,6 +308,15 @@ class Loaded:
         """The Step where there is one, else the Graph."""
         return self.graph if self.step is None else self.step
 
+    @property
+    def copied_bytes(self) -> int | None:
+        """What training needs beside a schedule; None where there is nothing to train."""
+        if self.step is None:
+            return None
+        from planner.halves import copied_bytes
+
+        return copied_bytes(self.step)
+
     def executable(self) -> Step:
         """The Step. Raises InputError for a graph file."""
         if self.step is None:
@@ -350,6 +360,7 @@ def _diff(arguments: argparse.Namespace) -> int:
     for block in comparison.blocks:
         if block.plan.status is Status.INFEASIBLE:
             print(f"belady: {infeasible(comparison.graph, block.budget_bytes, block.plan)}", file=sys.stderr)
+        _tell_halves(block.plan)
     if comparison.interrupted:
         return _interrupted()
     return BAD_INPUT if Status.INFEASIBLE in statuses else NOTHING_FOUND if Status.UNKNOWN in statuses else DONE
@@ -361,7 +372,8 @@ def _plan(arguments: argparse.Namespace) -> int:
         graph = loaded.graph
         budget_bytes = resolve_budget(arguments.budget, simulate(graph, keep_all(graph)).peak_bytes)
         status(f"{arguments.method} in {format_bytes(budget_bytes)}")
-        plan = (solve if loaded.step is None else solve_halves)(
+        copied = loaded.copied_bytes
+        plan = (solve if copied is None else partial(solve_halves, copied_bytes=copied))(
             graph,
             budget_bytes,
             method=arguments.method,
@@ -386,7 +398,8 @@ def _plan(arguments: argparse.Namespace) -> int:
         _print_rows(graph, [row])
         if plan.schedule is not None and arguments.out:
             print(f"plan written to {arguments.out}")
-    return _interrupted() if plan.notes.get("stopped") == "interrupted" else _outcome(plan)
+    _tell_halves(plan)
+    return _interrupted() if plan.notes.get("stopped") == "interrupted" else _outcome(plan, copied)
 
 
 def _interrupted() -> int:
@@ -590,9 +603,15 @@ def _info(arguments: argparse.Namespace) -> int:
     return _interrupted() if interrupted else DONE
 
 
-def _outcome(plan: Plan) -> int:
+def _tell_halves(plan: Plan) -> None:
+    """Say where a plan is too tight to train with."""
+    if "halves" in plan.notes:
+        print(f"belady: the plan for {plan.budget_bytes:,} bytes {plan.notes['halves']}", file=sys.stderr)
+
+
+def _outcome(plan: Plan, copied_bytes: int | None) -> int:
     if plan.status is Status.INFEASIBLE:
-        raise infeasible(plan.graph, plan.budget_bytes, plan)
+        raise infeasible(plan.graph, plan.budget_bytes, plan, copied_bytes=copied_bytes)
     if plan.status is Status.UNKNOWN:
         reason = f" ({plan.notes['stopped']})" if "stopped" in plan.notes else ""
         raise NoScheduleFound(

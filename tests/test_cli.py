@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -304,6 +305,28 @@ def test_the_saved_plan_of_a_model_fits_its_module(tmp_path: Path) -> None:
     assert plan.schedule == hold_early(step.graph, plan.schedule) and plan.row()["recomputed_ops"]
     assert simulate(step.graph, plan.schedule).peak_bytes <= plan.budget_bytes
     plan.module()
+
+
+def test_a_plan_too_tight_to_train_with_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A loss of as many bytes as the output: the schedule makes it again at the end, a module keeps it.
+
+    The comparison plans from an online run, which drops the loss, too.
+    """
+    script = tmp_path / "regression.py"
+    script.write_text(
+        "import torch\nfrom torch import nn\n"
+        "def make():\n    return nn.Linear(64, 64), (torch.randn(96, 64), torch.randn(96, 64)), nn.MSELoss()\n"
+    )
+    told = "runs as one piece only, without a module"
+    for command in ("plan", "diff"):
+        arguments = [command, f"{script}:make", "--device=cpu", "--budget=131588"]
+        assert main(arguments + ["--execute"] * (command == "diff")) == 0
+        written = capsys.readouterr()
+        assert "OPTIMAL" in written.out and f"the plan for 131,588 bytes {told}" in " ".join(written.err.split())
+        enough = re.search(r"plan for ([\d,]+) bytes, which are known", written.err)
+        assert enough is not None
+        assert main([command, f"{script}:make", "--device=cpu", f"--budget={enough[1].replace(',', '')}", "--execute"]) == 0
+        assert told not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from graphs.errors import BudgetExceeded, InputError, InvalidSchedule
 from graphs.ir import Graph
 from planner.execute import PlannedModule, PlannedStep, StepResult, lower, run_step
 from planner.measure import StorageMeter, measure, resident_before_backward
+from planner.plan import plan as plan_of
 from planner.schedule import Compute, Free, Schedule, computes, keep_all, with_frees
 from planner.simulate import simulate
 
@@ -688,8 +689,9 @@ def test_new_buffers_are_kept_within_the_budget(mlp: Case) -> None:
         if module.peak_bytes > plan.peak_bytes:
             break
     assert module.peak_bytes <= plan.peak_bytes + mlp.loss.nbytes + sum(b.nbytes for b in mlp.buffers.values())
-    with pytest.raises(BudgetExceeded, match="the new buffers until its end"):
+    with pytest.raises(BudgetExceeded, match=f"the new buffers until its end; plan for {module.peak_bytes:,} bytes with start="):
         PlannedModule(mlp.step, schedule, module.peak_bytes - 1)
+    assert plan_of(mlp.step, module.peak_bytes, start=schedule).module().peak_bytes <= module.peak_bytes
 
 
 def test_a_backward_before_the_loss_runs_only_as_one_step() -> None:

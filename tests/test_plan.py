@@ -1,16 +1,20 @@
 """The entry ``plan``: budgets, errors, options."""
 
+from dataclasses import replace
+from random import Random
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from graphs import Graph, GraphMismatch, InfeasibleBudget, InputError, InvalidSchedule, NoScheduleFound, Op, Value
-from graphs.synthetic import linear_network
+from graphs.synthetic import linear_network, random_training
 from online import run
 from planner import Compute, Status, keep_all, load_plan, min_budget, plan, simulate, solve
+from planner.early import in_halves, with_early_kept
 from planner.plan import solve_halves, with_costs
 from planner.schedule import Free, hold_early
+from planner.smallest import smaller_and_smaller
 
 
 @pytest.fixture
@@ -64,8 +68,32 @@ def test_what_the_forward_gives_back_stays() -> None:
     assert whole.schedule == hold_early(graph, whole.schedule) and (whole.time_ns, whole.peak_bytes) == (75, 36)
     alone = solve_halves(graph, 34)
     assert alone.schedule is not None and alone.schedule != hold_early(graph, alone.schedule)
-    assert (alone.time_ns, alone.peak_bytes, alone.notes["halves"]) == (75, 32, "does not fit with new buffers kept")
+    assert (alone.time_ns, alone.peak_bytes, alone.notes["halves_bytes"]) == (75, 32, 36)
+    assert alone.notes["halves"].endswith("plan for 36 bytes, which are known to be enough")
     assert simulate(graph, hold_early(graph, alone.schedule)).peak_bytes == 36
+    by_rule = solve_halves(graph, 34, method="keep_all", copied_bytes=7)
+    assert by_rule.status is Status.UNKNOWN
+    copied = solve_halves(graph, 36, copied_bytes=7)
+    assert copied.notes["halves_bytes"] == 43 and "halves" not in solve_halves(graph, 43, copied_bytes=7).notes
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_what_fits_with_early_values_counted_throughout_fits_in_halves(seed: int) -> None:
+    """Whatever the schedule; and what is found there for the budgets in between fits, too."""
+    graph = random_training(8, seed)
+    forward = [v for op in graph.ops if not op.backward for v in op.outputs]
+    graph = replace(graph, outputs=graph.outputs | set(Random(seed).sample(forward, 3)))
+    kept = with_early_kept(graph)
+    needed = []
+    for peak_bytes, schedule in smaller_and_smaller(kept, time_limit_s=1):
+        held, needs_bytes = in_halves(graph, schedule)
+        assert needs_bytes is not None and simulate(graph, held).peak_bytes == needs_bytes <= peak_bytes
+        needed.append(needs_bytes)
+    least, most = min(needed), max(needed)
+    for budget_bytes in (least, (least + most) // 2, most):
+        found = solve_halves(graph, budget_bytes, gap=0.1, time_limit_s=4)
+        assert found.schedule is not None and "halves" not in found.notes
+        assert found.schedule == hold_early(graph, found.schedule)
 
 
 def test_budget_below_the_minimum_is_refused_with_both_numbers(ladder: Graph) -> None:

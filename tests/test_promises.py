@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +16,10 @@ from torch import Tensor, nn
 from graphs import workloads
 from graphs.capture import capture
 from graphs.costs import roofline
+from graphs.errors import BudgetExceeded, InvalidSchedule
 from graphs.workloads import WORKLOADS
+from planner import Plan, min_budget
+from planner.execute import PlannedStep, StepResult, run_step
 from planner.measure import measure, resident_before_backward
 from planner.plan import plan
 from planner.schedule import hold_early, keep_all
@@ -119,8 +124,88 @@ def same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
     assert [name for name, tensor in wanted.items() if not torch.equal(found[name], tensor)] == []
 
 
+def vars_of(result: StepResult) -> dict[str, Tensor]:
+    return {"loss": result.loss, **result.gradients, **{f"{name} (new)": new for name, new in result.buffers.items()}}
+
+
 def clones(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in tensors.items()}
+
+
+class Regression(nn.Module):
+    """Its loss takes as many bytes as its output (on a CPU), and the backward reads it nowhere."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(layers)), nn.Linear(64, 64))
+
+    def forward(self, x: Tensor, wanted: Tensor) -> Tensor:
+        return nn.functional.mse_loss(self.layers(x).view(4, 24, 64), wanted)
+
+
+class Drift(nn.Module):
+    """The new content of its buffer is a view, so the old one needs bytes beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(30, 40))
+        self.register_buffer("content", torch.randn(30, 40))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = (self.weight * (self.content * 2)).sin()
+        self.content.t().add_(1)
+        return (x * y * self.content).exp().mean()
+
+
+def normed(layers: int) -> nn.Module:
+    parts = [[nn.Linear(8, 8, bias=False), nn.BatchNorm1d(8), nn.Tanh()] for _ in range(layers)]
+    return nn.Sequential(*itertools.chain(*parts))
+
+
+def tight_models() -> dict[str, tuple[nn.Module, tuple[Tensor, ...], Callable[..., Tensor] | None]]:
+    return {
+        "regression": (Regression(0), (torch.randn(96, 64), torch.randn(4, 24, 64)), None),
+        "deep regression": (Regression(2), (torch.randn(96, 64), torch.randn(4, 24, 64)), None),
+        "batch norm": (normed(3), (torch.randn(16, 8),), lambda out: out.sum()),
+        "drift": (Drift(), (torch.randn(30, 40),), None),
+    }
+
+
+@pytest.mark.parametrize(("name", "any_order"), [*((name, False) for name in tight_models()), ("regression", True)])
+def test_tight_plans_train_or_say_truly_what_does(name: str, any_order: bool) -> None:
+    torch.manual_seed(0)
+    model, inputs, loss = tight_models()[name]
+    step = roofline(capture(model, inputs, loss=loss, name=name))
+    training = Training(model)
+    training.reset()
+    wanted = clones(training.first(lambda: step.eager(inputs)))
+
+    def train(planned: Plan) -> None:
+        module = planned.module()
+        resident_bytes = resident_before_backward(step)
+        measured = measure(lambda: training.first(lambda: module(*inputs)), step.device, resident_bytes, prepare=training.reset)
+        same(measured.result, wanted)
+        assert measured.peak_bytes <= module.peak_bytes <= planned.budget_bytes
+
+    options: dict[str, Any] = {"gap": 0.02, "time_limit_s": 2, "any_order": any_order}
+    least_bytes = min_budget(step.graph, time_limit_s=5).works_bytes
+    most_bytes = simulate(step.graph, keep_all(step.graph)).peak_bytes
+    advised = set()
+    for share in (0.0, 0.1, 0.3, 0.5, 0.9, 1.0):
+        budget_bytes = least_bytes + int(share * (most_bytes - least_bytes))
+        planned = plan(step, budget_bytes, **options)
+        if "halves" not in planned.notes:
+            train(planned)
+            continue
+        with pytest.raises((BudgetExceeded, InvalidSchedule), match="as one piece only") as refused:
+            planned.module()
+        same(vars_of(PlannedStep(step, planned.schedule or ())(inputs)), vars_of(run_step(step, keep_all(step.graph), inputs)))
+        advice = re.search(r"plan for ([\d,]+) bytes, which are known to be enough$", str(refused.value))
+        assert advice is not None
+        advised.add(int(advice[1].replace(",", "")))
+        assert budget_bytes < min(advised) <= most_bytes
+    assert len(advised) == 1, "something does not fit in halves, and it is the same bytes that are known to work"
+    train(plan(step, advised.pop(), **options))
 
 
 @pytest.mark.parametrize("name", WORKLOADS)

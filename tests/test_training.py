@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from graphs.errors import CaptureError, InfeasibleBudget, InputError
+from graphs.errors import BudgetExceeded, CaptureError, InfeasibleBudget, InputError
 from planner import plan
 from planner.replan import ReplanningModule
 from planner.result import Plan
@@ -161,6 +161,17 @@ def test_other_shapes_are_refused_with_both_shapes() -> None:
     module = planned(Net(), batch).module()
     with pytest.raises(InputError, match=r"inputs\[0\] has shape \(255, 32\), but the step was captured with \(256, 32\)"):
         module(batch[0][1:], batch[1], batch[2][1:])
+
+
+def test_planning_again_in_too_few_bytes_says_how_many_work() -> None:
+    """The larger batch fits as one piece, but its loss, which takes as much as its output, does not fit where it stays."""
+    model = nn.Linear(64, 64)
+    small, large = (tuple(torch.randn(size, 64) for _ in range(2)) for size in (32, 96))
+    module = plan(model, 131_588, inputs=small, loss=nn.MSELoss()).module(replan=True)
+    module(*small).backward()
+    with pytest.raises(BudgetExceeded, match=r"of 131,588 bytes: .* plan for 139,524 bytes, which are known to be enough"):
+        module(*large)
+    assert plan(model, 139_524, inputs=large, loss=nn.MSELoss()).module().peak_bytes <= 139_524
 
 
 def test_planning_again_keeps_one_plan_per_shape_in_the_same_bytes(caplog: pytest.LogCaptureFixture) -> None:
