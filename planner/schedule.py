@@ -106,11 +106,11 @@ def renumbered(schedule: Schedule, number: Sequence[int] | Mapping[int, int]) ->
     return tuple(Compute(number[step.op]) if isinstance(step, Compute) else step for step in schedule)
 
 
-def put_in_graph_order(runs: Iterable[int]) -> list[int]:
+def put_in_graph_order(graph: Graph, runs: Iterable[int]) -> list[int]:
     """The runs with first ones in graph order, for the time and memory it takes; whether inputs are there is as it was.
 
     As many first runs as can be stay where they are. An op that comes before its turn waits until then; one that comes after it
-    runs when it is its turn, too.
+    runs when it is its turn, too, or, if it has an effect, only then.
     """
     runs = list(runs)
     staying = _longest_increasing(first_runs(runs))
@@ -118,7 +118,8 @@ def put_in_graph_order(runs: Iterable[int]) -> list[int]:
     coming = 0
     for v in runs:
         if v < coming:
-            ordered.append(v)
+            if not graph.ops[v].effect:
+                ordered.append(v)
         elif v in staying:
             ordered.extend(range(coming, v + 1))
             coming = v + 1

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
+from functools import partial
 from itertools import product
 
 import pytest
@@ -140,24 +142,28 @@ def test_keep_all_peak_is_the_naive_one(seed: int) -> None:
 
 
 def test_runs_are_put_in_graph_order() -> None:
-    assert put_in_graph_order([]) == []
-    assert put_in_graph_order([0, 1, 0, 2, 2]) == [0, 1, 0, 2, 2]
-    assert put_in_graph_order([2, 0, 2, 1, 3, 2]) == [0, 1, 2, 3, 2]  # too early: waits
-    assert put_in_graph_order([0, 2, 3, 4, 0, 1]) == [0, 1, 2, 3, 4, 0, 1]  # too late: runs before as well
-    assert put_in_graph_order([4, 0, 2, 3, 0, 1]) == [0, 1, 2, 3, 0, 1, 4]
+    plain = Graph("plain", tuple(Op(f"op{v}", (), (v,), 1) for v in range(6)), (Value("x", 1),) * 6, frozenset(), frozenset({5}))
+    put = partial(put_in_graph_order, plain)
+    assert put([]) == []
+    assert put([0, 1, 0, 2, 2]) == [0, 1, 0, 2, 2]
+    assert put([2, 0, 2, 1, 3, 2]) == [0, 1, 2, 3, 2]  # too early: waits
+    assert put([0, 2, 3, 4, 0, 1]) == [0, 1, 2, 3, 4, 0, 1]  # too late: runs before as well
+    assert put([4, 0, 2, 3, 0, 1]) == [0, 1, 2, 3, 0, 1, 4]
+    ops = tuple(replace(op, effect=v == 1) for v, op in enumerate(plain.ops))
+    assert put_in_graph_order(replace(plain, ops=ops), [0, 2, 3, 4, 0, 1]) == [0, 1, 2, 3, 4, 0]
     for seed in range(50):
         runs = [0, 1, 2, 3, 4, 5, *random.Random(seed).choices(range(6), k=10)]
         random.Random(seed).shuffle(runs)
-        ordered = put_in_graph_order(runs)
+        ordered = put(runs)
         assert in_graph_order(ordered) and set(ordered) == set(runs)
-        assert put_in_graph_order(ordered) == ordered
+        assert put(ordered) == ordered
 
 
 def test_a_valid_sequence_is_valid_in_graph_order() -> None:
     """Whichever order it had: inputs are there, as every value is kept till its last use."""
     moved = 0
     for seed in range(200):
-        graph = random_graph(seed)
+        graph = random_graph(seed, effect=seed % 2 == 0)
         rng = random.Random(seed)
         runs: list[int] = []
         made: set[int] = set(graph.resident)
@@ -166,7 +172,7 @@ def test_a_valid_sequence_is_valid_in_graph_order() -> None:
             v = rng.choice(ready)
             runs.append(v)
             made.update(graph.ops[v].outputs)
-        ordered = put_in_graph_order(runs)
+        ordered = put_in_graph_order(graph, runs)
         simulate(graph, with_frees(graph, ordered))  # raises where an input is missing
         moved += ordered != runs
     assert moved > 100

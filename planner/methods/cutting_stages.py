@@ -305,7 +305,7 @@ def _blocks(search: _Search, *, scarce: bool = False) -> None:
         if scarce or search.any_order:
             search.offer(schedule, "blocks")
         # Blocks make some gradients of weights early and put others off; in graph order some do not fit.
-        ordered = put_in_graph_order(computes(schedule))
+        ordered = put_in_graph_order(search.graph, computes(schedule))
         search.offer(with_frees(search.graph, ordered), "blocks")
         search.follow(ordered, BLOCKS_WORK)
 
@@ -347,7 +347,7 @@ def _shorten(search: _Search) -> None:
             search.tell_cut_short(True)
             return
         ended = anneal_on(search, list(computes(search.best)), search.seed + turn, left_s, PEBBLE_MOVES, (LAST,), keep_order=True)
-        search.follow(put_in_graph_order(ended.runs), PEBBLE_WORK, until)
+        search.follow(put_in_graph_order(search.graph, ended.runs), PEBBLE_WORK, until)
         if search.time_ns > (1 - MUCH) * before_ns:
             return
 
