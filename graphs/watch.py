@@ -243,7 +243,7 @@ def _unseen_refused(name: str) -> Iterator[None]:
     def enter_known(one: Any) -> None:
         (packs if type(one) is hooks else enter)(one)  # checkpoints and the like, which change no numbers, have their own class
 
-    data: Any = torch._C.TensorBase.data
+    data: Any = Tensor.data
     seeders = [(owner, key) for owner in (torch, torch.random) for key in ("manual_seed", "seed")]
     with contextlib.ExitStack() as stack:
         for owner, key in (*seeders, (torch.cuda, "manual_seed"), (torch.cuda, "manual_seed_all")):
