@@ -89,9 +89,10 @@ class _Want:
         if tensor.device != self.device:
             raise InputError(f"{label} is on {tensor.device}, but the step was captured on {self.device}")
         if tensor.stride() != self.strides and not same_layout(self.shape, tensor.stride(), self.strides):
+            like = torch.empty_strided(self.shape, self.strides, device="meta")
             raise InputError(
                 f"{label} has strides {tensor.stride()}, but the step was captured with {self.strides}: "
-                f"give it with the captured layout"
+                f"give it with the captured layout{', .contiguous()' if like.is_contiguous() else ''}"
             )
 
 
@@ -267,9 +268,7 @@ def capture(
     results = _results(name, joint, state, leaves, form)
 
     remove_dead(graph)
-    sparse = next((node for node in graph.nodes if any(t.layout != torch.strided for t in tensors_of(node))), None)
-    if sparse is not None:
-        raise CaptureError(f"{name}: {sparse.name} ({sparse.target}) makes a sparse tensor; use dense gradients (sparse=False)")
+    _refuse_sparse(name, graph)
     fuse_bernoulli(graph)
     choose_batch_norm(graph)
     drop_unread_statistics(graph)
@@ -306,6 +305,12 @@ def capture(
     )
 
 
+def _refuse_sparse(name: str, graph: fx.Graph) -> None:
+    sparse = next((node for node in graph.nodes if any(t.layout != torch.strided for t in tensors_of(node))), None)
+    if sparse is not None:
+        raise CaptureError(f"{name}: {sparse.name} ({sparse.target}) makes a sparse tensor; use dense gradients (sparse=False)")
+
+
 def numbered(name: str, module: fx.GraphModule, device: torch.device) -> Step:
     """A step made of a functional joint graph that somebody else traced: it can be priced, planned and lowered, but neither bound
     nor run as plain PyTorch, and its ``results`` are empty.
@@ -315,6 +320,7 @@ def numbered(name: str, module: fx.GraphModule, device: torch.device) -> Step:
     """
     graph = module.graph
     remove_dead(graph)
+    _refuse_sparse(name, graph)
     fuse_bernoulli(graph)
     choose_batch_norm(graph)
     drop_unread_statistics(graph)

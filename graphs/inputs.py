@@ -89,7 +89,11 @@ def leaves_like(form: InputForm, inputs: Inputs) -> list[Any]:
         given = {key: given[key] for key in form.names}
     leaves, spec = tree_flatten(given)
     if spec != form.spec:
-        raise InputError(f"the inputs have another form than the captured ones: {spec} instead of {form.spec}")
+        found = "one tensor" if isinstance(given, Tensor) else f"a {type(given).__name__} of {len(given)}"
+        raise InputError(
+            f"the inputs have another form than the captured ones: {found}, but the step was captured with "
+            f"{', '.join(form.labels)}"
+        )
     for i, captured in form.fixed.items():
         if same_plain(leaves[i], captured):
             continue

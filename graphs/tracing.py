@@ -31,7 +31,7 @@ from graphs.torch_private import (
     tree_map_only,
     tree_unflatten,
 )
-from graphs.watch import Watch, generators_kept
+from graphs.watch import Watch, generators_kept, seeding_refused
 
 aten = torch.ops.aten
 _BATCH_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
@@ -48,6 +48,8 @@ def state_of(model: nn.Module, loss: Loss | None) -> dict[str, Tensor]:
         if isinstance(model, wrapper) and hasattr(model, inner):  # the last are compiled modules
             raise CaptureError(f"{who} wraps another module; capture that one (.{inner})")
     for name, part in model.named_modules():
+        if getattr(part, "runs_a_plan", False):
+            raise CaptureError(f"{name or who} is a planned module; plan with the model that it was made of (.step.model)")
         if part._backward_hooks or part._backward_pre_hooks:
             raise CaptureError(f"{name or who} has a backward hook, which a captured step would not call; remove it")
         if isinstance(part, _BATCH_NORMS) and part.momentum is None and part.training and part.track_running_stats:
@@ -184,7 +186,7 @@ def trace(
         watch = Watch(name, body)
         constants = _Constants if known else contextlib.nullcontext
         caches = Caches(body)
-        with _plain_context(where), _untouched(watch, where), kernels_layouts():
+        with _plain_context(where), _untouched(watch, where), kernels_layouts(), seeding_refused(name):
             fakes = to_fake([*state.values(), *(leaves[i].detach() for i in slots)])
             try:
                 joint = trace_joint(run, fakes[: len(state)], fakes[len(state) :])

@@ -217,6 +217,33 @@ def _compiled_apart(calls: _Calls) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def seeding_refused(name: str) -> Iterator[None]:
+    """Refuse that a forward or a backward sets torch's generators, which is no operator call; PyTorch itself may."""
+
+    def unless_torch(original: Callable[..., Any]) -> Callable[..., Any]:
+        def set_generator(*args: Any, **kwargs: Any) -> Any:
+            caller = sys._getframe(1).f_globals.get("__name__", "")
+            if caller.partition(".")[0] != "torch":
+                raise CaptureError(
+                    f"{name} seeds torch's generator or sets its state, but a captured step would draw other numbers; draw "
+                    f"from a torch.Generator of its own, or keep what is drawn"
+                )
+            return original(*args, **kwargs)
+
+        return set_generator
+
+    with contextlib.ExitStack() as stack:
+        for owner, keys in (
+            (torch, ("manual_seed", "seed", "set_rng_state")),
+            (torch.random, ("manual_seed", "seed", "set_rng_state")),
+            (torch.cuda, ("manual_seed", "manual_seed_all", "set_rng_state")),
+        ):
+            for key in keys:
+                stack.enter_context(_patched(owner, key, unless_torch(getattr(owner, key))))
+        yield
+
+
+@contextlib.contextmanager
 def _unseen_refused(name: str) -> Iterator[None]:
     """Refuse what changes a step's numbers and is no operator call, so that a trace would leave it out."""
 
@@ -226,10 +253,6 @@ def _unseen_refused(name: str) -> Iterator[None]:
 
         return refuse
 
-    seeds = refusal(
-        "seeds torch's generator in its forward, but a captured step would draw other numbers; draw from a torch.Generator of "
-        "its own, or keep what is drawn in a buffer"
-    )
     assigns = refusal(
         "assigns the .data of a tensor in its forward, which a captured step would not see; write into the tensor in place"
     )
@@ -244,10 +267,7 @@ def _unseen_refused(name: str) -> Iterator[None]:
         (packs if type(one) is hooks else enter)(one)  # checkpoints and the like, which change no numbers, have their own class
 
     data: Any = Tensor.data
-    seeders = [(owner, key) for owner in (torch, torch.random) for key in ("manual_seed", "seed")]
     with contextlib.ExitStack() as stack:
-        for owner, key in (*seeders, (torch.cuda, "manual_seed"), (torch.cuda, "manual_seed_all")):
-            stack.enter_context(_patched(owner, key, seeds))
         stack.enter_context(_patched(Tensor, "data", property(data.__get__, assigns)))
         stack.enter_context(_patched(hooks, "__enter__", enter_known))
         yield

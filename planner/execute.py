@@ -133,6 +133,8 @@ class PlannedModule(nn.Module):
     buffers are there; BudgetExceeded for one that needs more than ``budget_bytes``.
     """
 
+    runs_a_plan = True  # so it is not captured as a part of another model
+
     def __init__(self, step: Step, schedule: Schedule, budget_bytes: int) -> None:
         super().__init__()
         self.training = step.model.training
@@ -164,6 +166,7 @@ class PlannedModule(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.step.modes[0] and not self.step.model.training:
             return self.step.model(*args, **kwargs)
+        check_region(self.step)
         bound = bind(self.step, inputs_of_call(self.step, args, kwargs), detached=False)
         for i in self._tangents:
             bound[i] = self._no_tangent  # autograd brings the real one, and one is all the plan counts
@@ -268,6 +271,17 @@ class PlannedModule(nn.Module):
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         return self.step.model.load_state_dict(*args, **kwargs)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:
+        """As a part of another module, whose ``load_state_dict`` looks for parts where this one has none of its own."""
+
+        def load(part: nn.Module, prefix: str) -> None:
+            part._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+            for name, child in part._modules.items():
+                if child is not None:
+                    load(child, f"{prefix}{name}.")
+
+        load(self.step.model, prefix)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         return self.step.model.named_parameters(*args, **kwargs)
@@ -376,6 +390,17 @@ def _watched(step: Step, halves: Halves) -> tuple[tuple[str, ...], tuple[int, ..
 
 
 _NOTHING = contextlib.nullcontext()
+
+
+def check_region(step: Step) -> None:
+    """Refuse another autocast region than the one captured: the casts are in the graph. Raises InputError."""
+    kind = step.device.type
+    if torch.is_autocast_enabled(kind) and (now := torch.get_autocast_dtype(kind)) != step.autocast:
+        then = "outside of autocast" if step.autocast is None else f"under autocast of {step.autocast}"
+        raise InputError(
+            f"{step.graph.name} was captured {then}, but is called under autocast of {now}; plan it in that region "
+            f"(autocast={now}), or leave the region for the call"
+        )
 
 
 def as_captured(step: Step) -> contextlib.AbstractContextManager[None]:

@@ -82,5 +82,7 @@ class ReplanningModule(PlannedModule):
 
 
 def _kind(leaf: object) -> Hashable:
-    """What a step is captured for: shape and dtype of a tensor, a number or text itself."""
-    return (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else (type(leaf), repr(leaf))
+    """What a step is captured for: shape, dtype and layout of a tensor, a number or text itself."""
+    if not isinstance(leaf, Tensor):
+        return type(leaf), repr(leaf)
+    return tuple(leaf.shape), leaf.dtype, None if leaf.is_contiguous() else leaf.stride()

@@ -684,6 +684,28 @@ def seeds(model, x):
     return square(model.linear(x) + noise)
 
 
+class DrawsAgain(torch.autograd.Function):
+    """Dropout that draws its mask again instead of saving it."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.state = torch.get_rng_state()
+        return x * (torch.rand_like(x) > 0.3)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        torch.set_rng_state(ctx.state)
+        return gradient * (torch.rand_like(gradient) > 0.3)
+
+
+def draws_again(model, x):
+    return square(DrawsAgain.apply(model.linear(x)))
+
+
+def planned() -> nn.Module:
+    return plan(Lambda(lambda m, x: square(m.linear(x))), 1.0, inputs=x8).module()
+
+
 def packs(model, x):
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t.bfloat16(), lambda t: t.float()):
         return square(model.linear(x))
@@ -771,7 +793,9 @@ REFUSED: dict[str, tuple[Callable[[], Step], str]] = {
     "first call": (lambda: with_attribute(first_call_differs, started=False), "attribute started.*run the model once before"),
     "flag that flips": (lambda: with_attribute(flips, flag=False), "attribute flag in its forward .from False to True"),
     "data assigned": (lambda: capture(Lambda(assigns_data), x8), "assigns the .data of a tensor"),
-    "seed": (lambda: capture(Lambda(seeds), x8), "seeds torch's generator in its forward"),
+    "seed": (lambda: capture(Lambda(seeds), x8), "seeds torch's generator or sets"),
+    "state of a generator": (lambda: capture(Lambda(draws_again), x8), "seeds torch's generator or sets its state"),
+    "planned": (lambda: capture(nn.Sequential(planned()), x8), "^0 is a planned module; plan with the model"),
     "hooks of saved tensors": (lambda: capture(Lambda(packs), x8), "packs saved tensors by hooks"),
     "average in an attribute": (lambda: capture(Lambda(keeps_average), x8), "changes its attribute plain .*keep it in a buffer"),
     "memory": (lambda: with_attribute(remembers, memory=[]), "from one call to the next in its attribute memory"),

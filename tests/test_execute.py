@@ -22,6 +22,7 @@ from graphs.ir import Graph
 from planner.execute import PlannedModule, PlannedStep, StepResult, lower, run_step
 from planner.measure import StorageMeter, measure, resident_before_backward
 from planner.plan import plan as plan_of
+from planner.plan import with_costs
 from planner.schedule import Compute, Free, Schedule, computes, keep_all, with_frees
 from planner.simulate import simulate
 
@@ -491,13 +492,25 @@ def test_old_and_new_content_of_a_buffer_may_both_be_read_late() -> None:
     assert max(extra) > 0
 
 
-def test_autocast_around_the_call_does_not_cast_twice(mlp: Case) -> None:
+def test_a_region_around_the_call_is_that_of_the_capture(mlp: Case) -> None:
     module = PlannedModule(mlp.step, keep_all(mlp.graph), PLENTY)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss = module(*mlp.inputs)
-        loss.backward()
-    assert torch.equal(loss, mlp.loss)
-    mlp.check_model()
+    with (
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        pytest.raises(InputError, match=r"captured outside of autocast, but is called under autocast of torch.bfloat16"),
+    ):
+        module(*mlp.inputs)
+    step = with_costs(capture(mlp.model, mlp.inputs, autocast=torch.bfloat16), "roofline")
+    module = PlannedModule(step, keep_all(step.graph), PLENTY)
+    torch.manual_seed(0)
+    loss = module(*mlp.inputs)
+    torch.manual_seed(0)
+    with torch.autocast("cpu", dtype=torch.bfloat16):  # nothing is cast twice
+        assert torch.equal(module(*mlp.inputs), loss)
+    with (
+        torch.autocast("cpu", dtype=torch.float16),
+        pytest.raises(InputError, match=r"captured under autocast of torch.bfloat16"),
+    ):
+        module(*mlp.inputs)
 
 
 def test_without_gradients_only_the_loss_is_computed(mlp: Case) -> None:

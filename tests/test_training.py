@@ -338,3 +338,22 @@ def test_the_trainer_of_the_examples_runs() -> None:
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
     assert "same losses as the plain Trainer: True" in run_example("trainer.py")
+
+
+def test_a_planned_module_as_a_part_loads_what_it_saved() -> None:
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1), nn.Flatten(0))
+            self.inner = plan(model, 1.0, inputs=(torch.randn(4, 8), torch.zeros(4)), loss=nn.MSELoss()).module()
+            self.scale = nn.Parameter(torch.ones(()))
+
+    whole = Whole()
+    saved = {name: tensor + 1 for name, tensor in whole.state_dict().items()}
+    assert len(saved) == 10
+    whole.load_state_dict(saved)
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in whole.state_dict().items())
+    # num_batches_tracked has a default where the dict does not tell its version.
+    missing, unexpected = whole.load_state_dict({"scale": torch.zeros(()), "inner.9.weight": torch.zeros(())}, strict=False)
+    assert len(missing) == 8 and unexpected == ["inner.9.weight"]
