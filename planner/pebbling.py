@@ -256,7 +256,7 @@ class _Backwards:
             if len(runs) > MOST_RUNS * len(graph.ops):
                 return None
         for whole in (runs,) if len(set(runs)) == len(graph.ops) else (self._beside(runs), self._ahead(runs)):
-            for sequence in (put_in_graph_order(graph, whole), whole):
+            for sequence in (put_in_graph_order(graph, whole), put_in_graph_order(graph, whole, waits=False), whole):
                 schedule = with_frees(graph, sequence)
                 try:
                     if simulate(graph, schedule).peak_bytes <= peak_bytes:

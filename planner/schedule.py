@@ -106,14 +106,16 @@ def renumbered(schedule: Schedule, number: Sequence[int] | Mapping[int, int]) ->
     return tuple(Compute(number[step.op]) if isinstance(step, Compute) else step for step in schedule)
 
 
-def put_in_graph_order(graph: Graph, runs: Iterable[int]) -> list[int]:
+def put_in_graph_order(graph: Graph, runs: Iterable[int], *, waits: bool = True) -> list[int]:
     """The runs with first ones in graph order, for the time and memory it takes; whether inputs are there is as it was.
 
     As many first runs as can be stay where they are. An op that comes before its turn waits until then; one that comes after it
     runs when it is its turn, too, or, if it has an effect, only then.
+
+    waits  whether ops that are early do. Otherwise all that comes before one runs before it, too: dear, but little more is held
     """
     runs = list(runs)
-    staying = _longest_increasing(first_runs(runs))
+    staying = _longest_increasing(first_runs(runs)) if waits else set(runs)
     ordered: list[int] = []
     coming = 0
     for v in runs:

@@ -147,6 +147,7 @@ def test_runs_are_put_in_graph_order() -> None:
     assert put([]) == []
     assert put([0, 1, 0, 2, 2]) == [0, 1, 0, 2, 2]
     assert put([2, 0, 2, 1, 3, 2]) == [0, 1, 2, 3, 2]  # too early: waits
+    assert put([2, 0, 2, 1, 3, 2], waits=False) == [0, 1, 2, 0, 2, 1, 3, 2]
     assert put([0, 2, 3, 4, 0, 1]) == [0, 1, 2, 3, 4, 0, 1]  # too late: runs before as well
     assert put([4, 0, 2, 3, 0, 1]) == [0, 1, 2, 3, 0, 1, 4]
     ops = tuple(replace(op, effect=v == 1) for v, op in enumerate(plain.ops))
@@ -157,6 +158,8 @@ def test_runs_are_put_in_graph_order() -> None:
         ordered = put(runs)
         assert in_graph_order(ordered) and set(ordered) == set(runs)
         assert put(ordered) == ordered
+        rest = iter(put(runs, waits=False))
+        assert all(v in rest for v in runs)  # they are among them, in their order
 
 
 def test_a_valid_sequence_is_valid_in_graph_order() -> None:

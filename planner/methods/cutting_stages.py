@@ -347,7 +347,9 @@ def _shorten(search: _Search) -> None:
             search.tell_cut_short(True)
             return
         ended = anneal_on(search, list(computes(search.best)), search.seed + turn, left_s, PEBBLE_MOVES, (LAST,), keep_order=True)
-        search.follow(put_in_graph_order(search.graph, ended.runs), PEBBLE_WORK, until)
+        for waits in (True, False):
+            if waits or search.elsewhere:
+                search.follow(put_in_graph_order(search.graph, ended.runs, waits=waits), PEBBLE_WORK, until)
         if search.time_ns > (1 - MUCH) * before_ns:
             return
 
