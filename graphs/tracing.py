@@ -159,7 +159,7 @@ def trace(
     """
     slots = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
 
-    watch = Watch(name, body)
+    watch, caches = Watch(name, body), Caches(body)
     assigned: set[str] = set()  # buffers the forward gives other tensors; it may read the old ones, so these are kept apart
     constants: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
 
@@ -185,7 +185,6 @@ def trace(
         nonlocal watch, constants
         watch = Watch(name, body)
         constants = _Constants if known else contextlib.nullcontext
-        caches = Caches(body)
         with _plain_context(where), _untouched(watch, where), kernels_layouts(), seeding_refused(name):
             fakes = to_fake([*state.values(), *(leaves[i].detach() for i in slots)])
             try:
@@ -201,6 +200,7 @@ def trace(
             read_sources_directly(joint.module.graph)
         return joint, watch
 
+    failed: Exception | None = None  # where it is not by the data
     try:
         with contextlib.suppress(*DATA_DEPENDENT):
             return attempt()
@@ -209,26 +209,30 @@ def trace(
     except CaptureError:
         raise
     except Exception as error:
-        # Some kernels take what their fakes refuse; libraries that are being compiled go other ways.
-        with contextlib.suppress(Exception), as_if_compiling():
-            return attempt(known=True)
-        if "entirely functional graph" in str(error):
-            raise CaptureError(
-                f"{name} changes a tensor in place that is neither parameter nor buffer; make it one with register_buffer"
-            ) from error
-        raise CaptureError(f"{name} cannot be traced: {type(error).__name__}: {_first_line(error)}{_place(error)}") from error
+        failed = error
     try:
-        with as_if_compiling():  # libraries then leave out shortcuts for which they look at the data
+        # Libraries then leave out shortcuts for which they look at the data, and kernels whose fakes refuse what they take.
+        with as_if_compiling():
             return attempt(known=True)
-    except CaptureError:
-        raise
-    except DATA_DEPENDENT as error:
-        raise CaptureError(
+    except Exception as error:
+        if failed is None and isinstance(error, CaptureError):
+            raise
+        failed = failed or error
+    raise _refusal(name, failed) from failed
+
+
+def _refusal(name: str, error: Exception) -> CaptureError:
+    """What to say where a trace fails."""
+    if isinstance(error, DATA_DEPENDENT):
+        return CaptureError(
             f"{name} branches on data, or has shapes that depend on it ({_first_line(error)}{_place(error)}); rewrite that part "
             f"with torch.where or masks of fixed shape"
-        ) from error
-    except Exception as error:
-        raise CaptureError(f"{name} cannot be traced: {type(error).__name__}: {_first_line(error)}{_place(error)}") from error
+        )
+    if "entirely functional graph" in str(error):
+        return CaptureError(
+            f"{name} changes a tensor in place that is neither parameter nor buffer; make it one with register_buffer"
+        )
+    return CaptureError(f"{name} cannot be traced: {type(error).__name__}: {_first_line(error)}{_place(error)}")
 
 
 class _Constants(TorchDispatchMode):  # type: ignore[no-untyped-call]

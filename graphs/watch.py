@@ -135,11 +135,10 @@ class Watch:
                     continue
                 self.changed.add((path, key))
                 if key in self.reads.get(path, ()) and not (old is ABSENT and callable(new)):
-                    if self._again or not same_plain(new, new):
-                        if (path, key) not in self._set_up:
-                            raise CaptureError(self._changes(path, key, new))
-                    else:
+                    if not self._again and same_plain(new, new):
                         self._set_up[path, key] = new
+                    elif (path, key) not in self._set_up:
+                        raise CaptureError(self._changes(path, key, new))
         for (path, key), value in self._set_up.items():
             if not same_plain(vars(self._parts[path]).get(key, ABSENT), value):
                 raise CaptureError(self._changes(path, key, value))
@@ -267,9 +266,7 @@ def _unseen_refused(name: str) -> Iterator[None]:
         (packs if type(one) is hooks else enter)(one)  # checkpoints and the like, which change no numbers, have their own class
 
     data: Any = Tensor.data
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(_patched(Tensor, "data", property(data.__get__, assigns)))
-        stack.enter_context(_patched(hooks, "__enter__", enter_known))
+    with _patched(Tensor, "data", property(data.__get__, assigns)), _patched(hooks, "__enter__", enter_known):
         yield
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from graphs.errors import GraphMismatch, InputError
@@ -15,7 +14,7 @@ from online.heuristics import DEFAULT_RULE
 from online.runtime import Run, rule, run
 from planner.bounds import least_bytes
 from planner.budget import format_bytes, resolve_budget
-from planner.plan import graph_of, solve, solve_halves
+from planner.plan import copied_bytes_of, graph_of, solve, solve_halves
 from planner.result import Plan
 from planner.schedule import Schedule, computes, keep_all, with_frees
 from planner.simulate import simulate
@@ -291,14 +290,13 @@ def compare(
     peak_bytes = simulate(graph, keep_all(graph)).peak_bytes
     resolved = [resolve_budget(budget, peak_bytes) for budget in budgets]
     whole = solve(graph, peak_bytes, method="keep_all")
-    trials, find = None, solve
+    trials, copied_bytes = None, None
     if execute:
         if isinstance(target, Graph):
             raise InputError(f"{graph.name} is a graph without a model behind it: it can be planned, but not executed")
         from online.trial import Trials
-        from planner.halves import copied_bytes
 
-        find = partial(solve_halves, copied_bytes=copied_bytes(target))
+        copied_bytes = copied_bytes_of(target)
         say("plain PyTorch")
         trials = Trials(target, inputs, seed=seed)
 
@@ -312,12 +310,12 @@ def compare(
                 say(f"online {heuristic} in {where}")
                 runs.append(run(graph, budget_bytes, heuristic=heuristic, seed=seed))
             say(f"{method} in {where}")
-            options: dict[str, object] = {"gap": gap, "time_limit_s": time_limit_s, "seed": seed, "progress": solver_progress}
+            options: dict[str, Any] = {"gap": gap, "time_limit_s": time_limit_s, "seed": seed, "progress": solver_progress}
             # What an online run found, the planner must not miss.
             cheapest = min((r for r in runs if r.completed), key=lambda r: r.time_ns or 0, default=None)
             # A rule may hold what is dead until room is needed; a plan has no reason to.
             start = with_frees(graph, list(computes(cheapest.schedule))) if cheapest else None
-            plan = find(graph, budget_bytes, method=method, start=start, **options)
+            plan = solve_halves(graph, budget_bytes, copied_bytes=copied_bytes, method=method, start=start, **options)
             measured: dict[str, Trial] = {}
             parts = tuple(map(split, runs)) if splits else ()
             blocks.append(Block(budget_bytes, plan, tuple(runs), measured, parts))

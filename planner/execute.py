@@ -18,6 +18,7 @@ from torch import Tensor, fx, nn
 from graphs.capture import Inputs, Step, bind
 from graphs.errors import InputError
 from graphs.inputs import is_of
+from graphs.tracing import region_of
 from planner.draws import generators_of, undone_on_failure
 from planner.halves import Halves, checked_peak, cut_in_halves, fit_halves
 from planner.lowering import Code, placeholders, result_value
@@ -394,8 +395,8 @@ _NOTHING = contextlib.nullcontext()
 
 def check_region(step: Step) -> None:
     """Refuse another autocast region than the one captured: the casts are in the graph. Raises InputError."""
-    kind = step.device.type
-    if torch.is_autocast_enabled(kind) and (now := torch.get_autocast_dtype(kind)) != step.autocast:
+    now = region_of(None, step.device)
+    if now not in (None, step.autocast):
         then = "outside of autocast" if step.autocast is None else f"under autocast of {step.autocast}"
         raise InputError(
             f"{step.graph.name} was captured {then}, but is called under autocast of {now}; plan it in that region "

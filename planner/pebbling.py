@@ -32,7 +32,7 @@ from graphs.ir import Graph
 from planner.bounds import least_bytes
 from planner.flat import Flags
 from planner.loading import TINY, load_once, undisturbed
-from planner.schedule import Schedule, keep_all, put_in_graph_order, with_frees
+from planner.schedule import Schedule, early_values, keep_all, put_in_graph_order, with_frees
 from planner.simulate import simulate
 
 if TYPE_CHECKING:
@@ -113,9 +113,9 @@ class _Backwards:
         self._sets: Sets = self._kernels.sets_of(graph)
         self._outputs = np.zeros(len(graph.values), np.bool_)
         self._outputs[[x for x in graph.outputs if graph.producer[x] >= 0]] = True
-        backward = [op.backward for op in graph.ops]
-        self._is_backward = np.array([p >= 0 and backward[p] for p in graph.producer], np.bool_)
-        self.early = self._outputs & ~self._is_backward & any(backward)
+        self._is_backward = np.array([p >= 0 and graph.ops[p].backward for p in graph.producer], np.bool_)
+        self.early = np.zeros_like(self._outputs)
+        self.early[list(early_values(graph))] = True
 
     def small(self, total_bytes: float) -> Flags:
         """The smallest values, which together take no more than so many bytes."""

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from graphs.errors import InfeasibleBudget, InputError, NoScheduleFound
@@ -70,11 +69,12 @@ def plan(
     "belady") where a step's plan is too tight to train with (``Plan.module``); its notes then have ``halves``.
     """
     target = step_of(model, inputs=inputs, loss=loss, costs=costs, device=device, autocast=autocast)
-    graph, copied_bytes = (target, None) if isinstance(target, Graph) else (target.graph, _copied_bytes(target))
+    graph, copied_bytes = target if isinstance(target, Graph) else target.graph, copied_bytes_of(target)
     budget_bytes = resolve_budget(budget, simulate(graph, keep_all(graph)).peak_bytes)
-    found: Plan = (solve if copied_bytes is None else partial(solve_halves, copied_bytes=copied_bytes))(
+    found = solve_halves(
         graph,
         budget_bytes,
+        copied_bytes=copied_bytes,
         method=method,
         gap=gap,
         time_limit_s=time_limit_s,
@@ -136,7 +136,7 @@ def solve_halves(
     graph: Graph,
     budget_bytes: int,
     *,
-    copied_bytes: int = 0,
+    copied_bytes: int | None = 0,
     method: str = METHOD,
     gap: float = 0.0,
     time_limit_s: float = 60.0,
@@ -151,10 +151,10 @@ def solve_halves(
     known is tried (found within another quarter of the limit). Should it be too large, the plan is ``solve``'s own: one that runs
     as one piece, without a module. Its notes say so (``halves``), and how many bytes are known to be enough (``halves_bytes``).
 
-    copied_bytes  needed beside the schedule in the second half, see ``planner.halves.copied_bytes``
+    copied_bytes  needed beside the schedule in the second half, see ``planner.halves.copied_bytes``; None: it runs as one piece
     """
     found = solve(graph, budget_bytes, method=method, gap=gap, time_limit_s=time_limit_s, **options)
-    if found.schedule is None or found.notes.get("stopped") == "interrupted":
+    if copied_bytes is None or found.schedule is None or found.notes.get("stopped") == "interrupted":
         return found
     schedule, needs_bytes = in_halves(graph, found.schedule, copied_bytes)
     notes, wall_s = found.notes, found.wall_s
@@ -300,10 +300,13 @@ def step_of(
     return with_costs(capture(model, inputs, loss=loss, device=device, autocast=autocast), costs)
 
 
-def _copied_bytes(step: Step) -> int:
+def copied_bytes_of(target: Step | Graph) -> int | None:
+    """What ``solve_halves`` has to know of a step; None for a Graph, which nothing will train with."""
+    if isinstance(target, Graph):
+        return None
     from planner.halves import copied_bytes
 
-    return copied_bytes(step)
+    return copied_bytes(target)
 
 
 def graph_of(target: Step | Graph, what: str) -> Graph:

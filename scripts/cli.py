@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +24,7 @@ from online.heuristics import DEFAULT_RULE
 from planner.budget import format_bytes, resolve_budget
 from planner.methods import METHODS
 from planner.milp import solving
-from planner.plan import infeasible, solve, solve_halves, with_costs
+from planner.plan import copied_bytes_of, infeasible, solve_halves, with_costs
 from planner.result import Plan, Status
 from planner.schedule import keep_all
 from planner.simulate import simulate
@@ -308,15 +307,6 @@ class Loaded:
         """The Step where there is one, else the Graph."""
         return self.graph if self.step is None else self.step
 
-    @property
-    def copied_bytes(self) -> int | None:
-        """What training needs beside a schedule; None where there is nothing to train."""
-        if self.step is None:
-            return None
-        from planner.halves import copied_bytes
-
-        return copied_bytes(self.step)
-
     def executable(self) -> Step:
         """The Step. Raises InputError for a graph file."""
         if self.step is None:
@@ -372,10 +362,11 @@ def _plan(arguments: argparse.Namespace) -> int:
         graph = loaded.graph
         budget_bytes = resolve_budget(arguments.budget, simulate(graph, keep_all(graph)).peak_bytes)
         status(f"{arguments.method} in {format_bytes(budget_bytes)}")
-        copied = loaded.copied_bytes
-        plan = (solve if copied is None else partial(solve_halves, copied_bytes=copied))(
+        copied_bytes = copied_bytes_of(loaded.target)
+        plan = solve_halves(
             graph,
             budget_bytes,
+            copied_bytes=copied_bytes,
             method=arguments.method,
             gap=arguments.gap,
             time_limit_s=arguments.time_limit,
@@ -399,7 +390,7 @@ def _plan(arguments: argparse.Namespace) -> int:
         if plan.schedule is not None and arguments.out:
             print(f"plan written to {arguments.out}")
     _tell_halves(plan)
-    return _interrupted() if plan.notes.get("stopped") == "interrupted" else _outcome(plan, copied)
+    return _interrupted() if plan.notes.get("stopped") == "interrupted" else _outcome(plan, copied_bytes)
 
 
 def _interrupted() -> int:

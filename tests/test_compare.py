@@ -108,14 +108,14 @@ def test_a_comparison_prints_its_rows(chain: Graph) -> None:
 
 def test_a_comparison_that_was_interrupted_has_what_was_found(chain: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
     module = sys.modules["online.compare"]  # the name of the module is also that of its function
-    solve = module.solve
+    solve = module.solve_halves
 
     def interrupted(graph: Graph, budget_bytes: int, **options: object) -> Plan:
         if budget_bytes == 500:
             raise KeyboardInterrupt
         return solve(graph, budget_bytes, **options)
 
-    monkeypatch.setattr(module, "solve", interrupted)
+    monkeypatch.setattr(module, "solve_halves", interrupted)
     found = compare(chain, [700, 500, 400])
     assert found.interrupted and [block.budget_bytes for block in found.blocks] == [700]
     assert str(found).endswith("interrupted: budgets may be missing")
