@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ from graphs.rewrite import outputs_of, share_casts, tensors_of
 from graphs.torch_private import BoxedCodeGen, changed_inputs, compile_partitioned
 from planner.budget import resolve_budget
 from planner.draws import generator_state_like
-from planner.halves import first_late, needed_from_before, not_made
+from planner.halves import first_late, late_ops, needed_from_before, not_made
 from planner.lowering import Code, placeholders
 from planner.plan import plan, with_costs
 from planner.result import Plan
@@ -129,15 +129,11 @@ def _partition(
     step = with_costs(numbered("compiled_graph", module, device), str(options.pop("costs", "roofline")))
     outputs: list[Any] = [*outputs_of(module.graph)]
     sources = placeholders(step)
+    primals = [node for node in sources if not node.name.startswith("tangents")]
+    tangents = [node for node in sources if node.name.startswith("tangents")]
+    step = _with_late_ops_backward(step, tangents)
     changed = frozenset(step.value_of[node] for node in changed_inputs(module))
-    joint = _Joint(
-        step,
-        outputs[:forward_outputs],
-        outputs[forward_outputs:],
-        [node for node in sources if not node.name.startswith("tangents")],
-        [node for node in sources if node.name.startswith("tangents")],
-        changed,
-    )
+    joint = _Joint(step, outputs[:forward_outputs], outputs[forward_outputs:], primals, tangents, changed)
     planned, schedule, peak_bytes = _planned(joint, budget, options)
     forward, backward, saved = _cut(joint, schedule)
     whole_bytes = _keep_all_bytes(step)
@@ -148,6 +144,13 @@ def _partition(
         simulate(step.graph, schedule).recomputed_ops, 100 * (planned.overhead or 0.0), saved,
     )  # fmt: skip
     return forward, backward
+
+
+def _with_late_ops_backward(step: Step, tangents: list[fx.Node]) -> Step:
+    """The compiler does not say of all ops of the backward that they are: not of one somebody wrote (``autograd.Function``)."""
+    late = late_ops(step.graph, [step.value_of[node] for node in tangents])
+    ops = tuple(replace(op, backward=True) if i in late else op for i, op in enumerate(step.graph.ops))
+    return replace(step, graph=replace(step.graph, ops=ops))
 
 
 def _keep_all_bytes(step: Step) -> int:

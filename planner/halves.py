@@ -141,14 +141,20 @@ def copied_bytes(step: Step) -> int:
     )
 
 
-def first_late(graph: Graph, schedule: Schedule, tangents: Iterable[int]) -> int:
-    """Index of the first step of a schedule that depends on one of these Values; the length of the schedule where none does."""
+def late_ops(graph: Graph, tangents: Iterable[int]) -> set[int]:
+    """The ops that depend on one of these Values."""
     depends = set(tangents)
     late = set()
     for i, op in enumerate(graph.ops):
         if not depends.isdisjoint(op.inputs):
             depends.update(op.outputs)
             late.add(i)
+    return late
+
+
+def first_late(graph: Graph, schedule: Schedule, tangents: Iterable[int]) -> int:
+    """Index of the first step of a schedule that depends on one of these Values; the length of the schedule where none does."""
+    late = late_ops(graph, tangents)
     return next((at for at, s in enumerate(schedule) if isinstance(s, Compute) and s.op in late), len(schedule))
 
 

@@ -402,3 +402,38 @@ def test_layouts_are_those_of_the_kernels() -> None:
     plain(x, y).backward()
     torch.compile(model, backend=belady, options={"budget": 1.0})(x, y).backward()
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(plain.parameters(), model.parameters(), strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does
+@pytest.mark.parametrize("budget", [0.9, 0.7])
+def test_a_backward_that_somebody_wrote_is_backward(budget: float, lines: pytest.LogCaptureFixture) -> None:
+    """The compiler does not say so of its ops."""
+
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> Any:
+            return gradients[0].sin() * 2
+
+    def double(x: Tensor) -> Tensor:
+        doubled: Tensor = Doubled.apply(x)  # type: ignore[no-untyped-call]
+        return doubled
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scales = nn.ParameterList(torch.ones(16, 16) for _ in range(4))
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            for scale in self.scales:
+                x = F.gelu(x @ double(scale))
+            return x.square().mean(), x.detach()
+
+    model, x = Model(), torch.randn(64, 16)
+    twin = copy.deepcopy(model)
+    compiled = torch.compile(model, backend=belady, options={**TIGHT, "budget": budget})
+    same(train(compiled, model, (x,)), train(twin, twin, (x,)))
+    assert planned_bytes(lines)[0]["again"] > 0
