@@ -290,19 +290,90 @@ def compile_partitioned(
     from torch._functorch import config
 
     def split(joint: fx.GraphModule, _inputs: Any, *, num_fwd_outputs: int, **_: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-        return partition(joint, num_fwd_outputs)
+        writes = _take_writes(joint, num_fwd_outputs)
+        early = [write for write in writes if not write.in_backward]
+        late = [write for write in writes if write.in_backward]
+        forward, backward = partition(joint, num_fwd_outputs + len(early))
+        _put_writes(forward, early, num_fwd_outputs)
+        _put_writes(backward, late, len(_entries(backward)) - 2 * len(late))
+        return forward, backward
 
     def compile_one(graph: fx.GraphModule, _inputs: Any) -> Callable[..., Any]:
         run = compiler(graph)
         run._boxed_call = True  # type: ignore[attr-defined]
         return run
 
-    backend = aot_autograd(fw_compiler=compile_one, bw_compiler=compile_one, partition_fn=split)
+    # Inputs are written in the graph, since ``tensor.data = ...`` can be nowhere else.
+    backend = aot_autograd(
+        fw_compiler=compile_one, bw_compiler=compile_one, partition_fn=split, keep_inference_input_mutations=True
+    )
     # Buffers may be kept for a second backward, and the backward stays outside of the autocast region, as in a training loop.
     wanted = {"donated_buffer": False, "backward_pass_autocast": "off"}
     with _eager_kernels(), config.patch({name: value for name, value in wanted.items() if hasattr(config, name)}):
         compiled: Callable[..., Any] = backend(module, examples)
     return compiled
+
+
+def _entries(module: fx.GraphModule) -> list[Any]:
+    """Of the output node."""
+    return [*cast(Sequence[Any], module.graph.output_node().args[0])]
+
+
+@dataclass(frozen=True, slots=True)
+class _Write:
+    """An input that gets new content by ``target(input, content)``.
+
+    source  name of its placeholder
+    """
+
+    source: str
+    target: OpOverload[..., Any]
+    in_backward: bool
+
+
+def _take_writes(joint: fx.GraphModule, forward_outputs: int) -> list[_Write]:
+    """Turn the writes to inputs, which stand behind all that is computed, into outputs: the new content as a last output of the
+    forward, or as one of the backward with the input itself behind it, which the backward needs for that."""
+    graph = joint.graph
+    output = graph.output_node()
+    entries, descs = _entries(joint), [*output.meta["desc"]]
+    writes: list[_Write] = []
+    early: list[tuple[Any, Any]] = []
+    late: list[Any] = []
+    for node in list(graph.nodes):
+        if node.target not in (torch.ops.aten.copy_.default, torch.ops.aten.set_.source_Tensor):
+            continue
+        source, content = node.args
+        in_backward = node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")
+        writes.append(_Write(source.name, node.target, in_backward))
+        if in_backward:
+            late += [content, source]
+        else:
+            early.append((content, InputMutationAOTOutput(mutated_input=source.meta["desc"])))
+        graph.erase_node(node)
+    entries[forward_outputs:forward_outputs] = [content for content, _ in early]
+    descs[forward_outputs:forward_outputs] = [desc for _, desc in early]
+    output.args = ([*entries, *late],)
+    output.meta["desc"] = [*descs, *(None for _ in late)]
+    return writes
+
+
+def _put_writes(module: fx.GraphModule, writes: Sequence[_Write], at: int) -> None:
+    """Write to the inputs again, at the end of a graph, with the outputs from number ``at`` on; those are none afterwards."""
+    if not writes:
+        return
+    output = module.graph.output_node()
+    entries = _entries(module)
+    in_backward = writes[0].in_backward
+    count = (1 + in_backward) * len(writes)
+    contents = entries[at : at + count : 1 + in_backward]
+    sources = {node.name: node for node in module.graph.find_nodes(op="placeholder")}
+    with module.graph.inserting_before(output):
+        for write, content in zip(writes, contents, strict=True):
+            node = module.graph.call_function(write.target, (sources[write.source], content))
+            node.meta["val"] = sources[write.source].meta["val"]
+    output.args = ([*entries[:at], *entries[at + count :]],)
+    module.recompile()
 
 
 def changed_inputs(joint: fx.GraphModule) -> list[fx.Node]:

@@ -10,8 +10,8 @@ What a plan for a captured graph cannot know:
 * A graph break makes several graphs. Each is planned alone, and what the others hold is in none of their budgets.
 * What the model returns counts until the backward is done, whether the caller keeps it or not.
 * Gradients of earlier steps (gradient accumulation) and the optimizer's state are outside, as for every plan.
-* New content of buffers is computed beside the old one and copied after the forward, by AOTAutograd. Unlike ``PlannedModule``,
-  a failed step is not taken back.
+* New content of buffers is computed beside the old one and written at the end of the forward. Unlike ``PlannedModule``, a failed
+  step is not taken back.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def belady(module: fx.GraphModule, examples: Sequence[Any], *, options: Mapping[
 def _share_casts(joint: fx.GraphModule, forward_outputs: int, examples: Sequence[Any]) -> None:
     """Cast parameters once in an autocast region, as eager execution does (its cache of casts is not in the traced graph)."""
     primals = [node for node in joint.graph.find_nodes(op="placeholder") if not node.name.startswith("tangents")]
-    gradients = outputs_of(joint.graph)[forward_outputs:]
+    gradients = outputs_of(joint.graph)[forward_outputs : forward_outputs + len(primals)]
     if len(primals) == len(gradients) == len(examples):  # not where inputs are views of each other
         pairs = zip(primals, gradients, examples, strict=True)
         leaf = [gradient is not None and example.is_leaf and example.requires_grad for _, gradient, example in pairs]

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor 
 # As tight as it needs to be, in little time.
 TIGHT = {"budget": 0.4, "gap": 0.2, "time_limit_s": 5.0}
 VIEWS = {"aten.t.default", "aten.view.default", "aten.detach.default", "aten.transpose.int", "aten.expand.default"}
-COPIES = {"aten.clone.default"}  # of old statistics that the backward needs
+COPIES = {"aten.clone.default", "aten.copy_.default"}  # of old statistics that the backward needs, and of new ones into buffers
 
 
 class Mlp(nn.Module):
@@ -437,3 +437,65 @@ def test_a_backward_that_somebody_wrote_is_backward(budget: float, lines: pytest
     compiled = torch.compile(model, backend=belady, options={**TIGHT, "budget": budget})
     same(train(compiled, model, (x,)), train(twin, twin, (x,)))
     assert planned_bytes(lines)[0]["again"] > 0
+
+
+class Average(nn.Module):
+    """A second network follows the first one: parameters get new memory (BYOL), and a buffer new content."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.online = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 16))
+        self.target = copy.deepcopy(self.online).requires_grad_(False)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls: Tensor
+        out = self.online(x)
+        with torch.no_grad():
+            self.calls.add_(1)
+            for p, q in zip(self.online.parameters(), self.target.parameters(), strict=True):
+                q.data = q.data * 0.9 + p.data * 0.1
+            aim = self.target(x)
+        return (out - aim).square().mean() / self.calls
+
+
+@pytest.mark.parametrize("budget", [1.0, 0.85])
+def test_parameters_may_get_new_memory_in_the_forward(budget: float) -> None:
+    model, x = Average(), torch.randn(64, 16)
+    twin = copy.deepcopy(model)
+    compiled = torch.compile(model, backend=belady, options={**TIGHT, "budget": budget})
+    same(train(compiled, model, (x,)), train(twin, twin, (x,)))
+
+
+class Counts(torch.autograd.Function):
+    """Writes to a buffer in the backward, as scales of 8-bit gradients are."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seen: Tensor) -> Tensor:
+        ctx.seen = seen
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        ctx.seen.copy_(torch.maximum(ctx.seen, gradients[0].abs().max()))
+        return gradients[0] * 2, None
+
+
+class Watched(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(16, 64), nn.Linear(64, 16)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.b(F.gelu(Counts.apply(self.a(x), self.seen)))  # type: ignore[no-untyped-call]
+        return out.square().mean()
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does
+def test_a_backward_may_write_to_a_buffer() -> None:
+    model, x = Watched(), torch.randn(64, 16)
+    twin = copy.deepcopy(model)
+    compiled = torch.compile(model, backend=belady, options={**TIGHT, "budget": 0.8})
+    same(train(compiled, model, (x,)), train(twin, twin, (x,)))
+    assert model.seen > 0
