@@ -56,7 +56,14 @@ class InfeasibleBudget(InputError):
 
 
 class NoScheduleFound(BeladyError):
-    """The search stopped with nothing in hand and nothing ruled out."""
+    """The search stopped with nothing in hand and nothing ruled out.
+
+    works_bytes  smallest budget for which a schedule is in hand; None where that was not looked for
+    """
+
+    def __init__(self, message: str, *, works_bytes: int | None = None) -> None:
+        super().__init__(message)
+        self.works_bytes = works_bytes
 
 
 class BudgetExceeded(BeladyError):

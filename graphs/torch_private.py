@@ -81,6 +81,7 @@ __all__ = [
     "no_dispatch",
     "onednn_as",
     "onednn_enabled",
+    "parameter_inputs",
     "quiet_stand_ins",
     "replace_content",
     "run_and_save_rng_state",
@@ -381,6 +382,18 @@ def changed_inputs(joint: fx.GraphModule) -> list[fx.Node]:
     descs = joint.graph.output_node().meta.get("desc", ())
     changed = [desc.mutated_input for desc in descs if isinstance(desc, InputMutationAOTOutput)]
     return [node for node in joint.graph.find_nodes(op="placeholder") if node.meta.get("desc") in changed]
+
+
+def parameter_inputs(joint: fx.GraphModule, examples: Sequence[Any]) -> list[fx.Node]:
+    """Placeholders of a graph for ``compile_partitioned`` that are parameters, or other leaves that require a gradient."""
+
+    def is_parameter(desc: object) -> bool:
+        example = examples[desc.idx] if isinstance(desc, PlainAOTInput) else None
+        if isinstance(example, Tensor):
+            return isinstance(example, nn.Parameter) or (example.is_leaf and example.requires_grad)
+        return isinstance(desc, ParamAOTInput)
+
+    return [node for node in joint.graph.find_nodes(op="placeholder") if is_parameter(node.meta.get("desc"))]
 
 
 def _source(desc: Any) -> tuple[str, int]:

@@ -9,15 +9,19 @@ What a plan for a captured graph cannot know:
 
 * A graph break makes several graphs. Each is planned alone, and what the others hold is in none of their budgets.
 * What the model returns counts until the backward is done, whether the caller keeps it or not.
+* Buffers and inputs may change between forward and backward: what eager execution would not read any more then, but the plan
+  does, is copied, and counts. Parameters may not; a step in between raises what autograd raises.
 * Gradients of earlier steps (gradient accumulation) and the optimizer's state are outside, as for every plan.
 * New content of buffers is computed beside the old one and written at the end of the forward. Unlike ``PlannedModule``, a failed
   step is not taken back.
+* Gradients that come from outside are laid out as the outputs they belong to before the backward gets them (AOTAutograd), in
+  memory of its own that no budget counts. Where eager execution meets another layout, results may differ in the last bits.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,31 +29,32 @@ import torch
 from torch import Tensor, fx
 
 from graphs.capture import Step, numbered
-from graphs.errors import BudgetExceeded, InfeasibleBudget, InputError, InvalidSchedule, NoScheduleFound
+from graphs.errors import InfeasibleBudget, InputError, InvalidSchedule, NoScheduleFound
+from graphs.ir import Graph
 from graphs.layouts import kernels_layouts
 from graphs.rewrite import outputs_of, share_casts, tensors_of
-from graphs.torch_private import BoxedCodeGen, changed_inputs, compile_partitioned
+from graphs.torch_private import BoxedCodeGen, changed_inputs, compile_partitioned, parameter_inputs
 from planner.budget import resolve_budget
 from planner.draws import generator_state_like
 from planner.halves import first_late, late_ops, needed_from_before, not_made
 from planner.lowering import Code, placeholders
-from planner.plan import plan, with_costs
+from planner.plan import plan_halves, with_costs
 from planner.result import Plan
 from planner.schedule import Free, Schedule, computes, keep_all
 from planner.simulate import simulate
 
 log = logging.getLogger("belady")
 
-_ROUNDS = 5  # of planning for less, where keeping the outputs of the forward takes more than the schedule had
-
 
 def belady(module: fx.GraphModule, examples: Sequence[Any], *, options: Mapping[str, Any] | None = None) -> Callable[..., Any]:
     """The backend: what ``torch.compile`` calls for each graph it captures.
 
     options  ``budget`` as ``planner.plan`` takes it (bytes, "6GiB", or a share of the keep-all peak of that graph), and any other
-             option of ``planner.plan`` (``costs``, ``method``, ``gap``, ``time_limit_s``, ``seed``, and those of the method)
+             option of ``planner.plan`` (``costs``, ``method``, ``gap``, ``time_limit_s``, ``seed``,
+             and those of the method)
 
-    One line about each graph is logged (logger "belady", level INFO). A graph without backward runs as it is.
+    One line about each graph is logged (logger "belady", level INFO). A graph without backward
+    runs as it is.
 
     Raises, inside of what torch.compile raises: InputError for options that cannot be used and for dynamic shapes,
     InfeasibleBudget, NoScheduleFound and CaptureError as ``plan`` does.
@@ -65,7 +70,7 @@ def belady(module: fx.GraphModule, examples: Sequence[Any], *, options: Mapping[
 
     def partition(joint: fx.GraphModule, forward_outputs: int) -> tuple[fx.GraphModule, fx.GraphModule]:
         _share_casts(joint, forward_outputs, examples)
-        return _partition(joint, forward_outputs, budget, options)
+        return _partition(joint, forward_outputs, budget, options, examples)
 
     with kernels_layouts():
         return compile_partitioned(module, examples, partition, _boxed)
@@ -104,7 +109,7 @@ class _Joint:
               themselves
     tangents  placeholders of the gradients the backward is given
     primals   the other placeholders
-    changed   Values of primals that get new content after the forward (running statistics)
+    copied    Values of primals that the backward, where it reads them, takes from a copy
     """
 
     step: Step
@@ -112,15 +117,21 @@ class _Joint:
     backward: list[Any]
     primals: list[fx.Node]
     tangents: list[fx.Node]
-    changed: frozenset[int]
+    copied: frozenset[int]
 
     def values(self, entries: list[Any]) -> list[int]:
         value_of = self.step.value_of
         return [value_of[node] for node in entries if isinstance(node, fx.Node) and node in value_of]
 
+    def copied_bytes(self, ops: Iterable[int]) -> int:
+        """Bytes of the copies that these ops of the backward read."""
+        graph = self.step.graph
+        read = {v for op in ops for v in graph.ops[op].inputs} & self.copied
+        return sum(graph.values[v].size_bytes for v in self.values(self.primals) if v in read)
+
 
 def _partition(
-    module: fx.GraphModule, forward_outputs: int, budget: int | float | str, options: Mapping[str, Any]
+    module: fx.GraphModule, forward_outputs: int, budget: int | float | str, options: Mapping[str, Any], examples: Sequence[Any]
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Forward and backward of a joint graph, by a plan for it."""
     devices = {t.device for node in module.graph.find_nodes(op="placeholder") for t in tensors_of(node)}
@@ -132,15 +143,15 @@ def _partition(
     primals = [node for node in sources if not node.name.startswith("tangents")]
     tangents = [node for node in sources if node.name.startswith("tangents")]
     step = _with_late_ops_backward(step, tangents)
-    changed = frozenset(step.value_of[node] for node in changed_inputs(module))
-    joint = _Joint(step, outputs[:forward_outputs], outputs[forward_outputs:], primals, tangents, changed)
-    planned, schedule, peak_bytes = _planned(joint, budget, options)
+    joint = _Joint(step, outputs[:forward_outputs], outputs[forward_outputs:], primals, tangents, frozenset())
+    joint = replace(joint, copied=_copied(joint, changed_inputs(module), parameter_inputs(module, examples)))
+    budget_bytes = resolve_budget(budget, _keep_all_bytes(step))
+    planned, schedule, peak_bytes = _fitting(joint, budget_bytes, options)
     forward, backward, saved = _cut(joint, schedule)
-    whole_bytes = _keep_all_bytes(step)
     log.info(
         "planned a graph of %d ops with %s: peak %s bytes of the budget of %s bytes (%s to keep all), %d ops run again for "
         "%.2f %% more time, %d tensors saved for the backward",
-        len(step.graph.ops), planned.method, f"{peak_bytes:,}", f"{resolve_budget(budget, whole_bytes):,}", f"{whole_bytes:,}",
+        len(step.graph.ops), planned.method, f"{peak_bytes:,}", f"{budget_bytes:,}", f"{_keep_all_bytes(step):,}",
         simulate(step.graph, schedule).recomputed_ops, 100 * (planned.overhead or 0.0), saved,
     )  # fmt: skip
     return forward, backward
@@ -153,37 +164,83 @@ def _with_late_ops_backward(step: Step, tangents: list[fx.Node]) -> Step:
     return replace(step, graph=replace(step.graph, ops=ops))
 
 
+def _copied(joint: _Joint, changed: list[fx.Node], parameters: list[fx.Node]) -> frozenset[int]:
+    """Values of primals that may have other content by the time the backward runs, with nothing wrong about that.
+
+    Those are the ones the forward itself changes, and others that the backward reads only to compute again: eager execution
+    does not look at them any more, so buffers and inputs may be written to. Parameters are not: an optimizer changes them after
+    the backward, and copies of them would be dear.
+    """
+    graph = joint.step.graph
+    schedule = keep_all(graph)
+    read = {v for op in computes(schedule[_start_of_backward(joint, schedule) :]) for v in graph.ops[op].inputs}
+    return frozenset(set(joint.values(joint.primals)) - read - set(joint.values(parameters))).union(joint.values(changed))
+
+
 def _keep_all_bytes(step: Step) -> int:
     return simulate(step.graph, keep_all(step.graph)).peak_bytes
 
 
-def _planned(joint: _Joint, budget: int | float | str, options: Mapping[str, Any]) -> tuple[Plan, Schedule, int]:
+def _fitting(joint: _Joint, budget_bytes: int, options: Mapping[str, Any]) -> tuple[Plan, Schedule, int]:
     """A plan; its schedule without the frees of what the forward returns, which stays in memory from when it is made; its peak,
-    copies of inputs whose old content the backward reads included."""
+    copies that the backward reads included.
+
+    Where there is no room for copies, ops that read what would be copied run once.
+    """
     graph = joint.step.graph
-    budget_bytes = resolve_budget(budget, _keep_all_bytes(joint.step))
-    kept = set(joint.values(joint.forward))
-    asked = budget_bytes
-    for _ in range(_ROUNDS):
-        try:
-            found = plan(joint.step, asked, **options)
-        except (InfeasibleBudget, NoScheduleFound):
-            if asked == budget_bytes:
-                raise
-            break
-        assert found.schedule is not None
-        schedule = tuple(s for s in found.schedule if not (isinstance(s, Free) and s.value in kept))
-        memory = simulate(graph, schedule).memory_bytes
-        cut = _start_of_backward(joint, schedule)
-        read = {v for op in computes(schedule[cut:]) for v in graph.ops[op].inputs}
-        copies = sum(graph.values[v].size_bytes for v in joint.changed & read)
-        peak_bytes = max([*memory[: max(cut - 1, 0)], *(m + copies for m in memory[max(cut - 1, 0) :])], default=0)
+    copied_bytes = 0
+    try:
+        while True:
+            found = _plan(graph, budget_bytes, copied_bytes, options)
+            schedule, peak_bytes, needed_bytes = _with_copies(joint, found)
+            if peak_bytes <= budget_bytes:
+                return found, schedule, peak_bytes
+            assert needed_bytes > copied_bytes, "there was room for as many copies"
+            copied_bytes = needed_bytes
+    except (InfeasibleBudget, NoScheduleFound) as error:
+        if not copied_bytes:
+            raise
+        works_bytes = error.works_bytes
+    once = tuple(op if joint.copied.isdisjoint(op.inputs) else replace(op, effect=True) for op in graph.ops)
+    try:
+        found = _plan(replace(graph, ops=once), budget_bytes, 0, options)
+        schedule, peak_bytes, _ = _with_copies(joint, found)
         if peak_bytes <= budget_bytes:
             return found, schedule, peak_bytes
-        asked = min(asked, found.peak_bytes or asked) - (peak_bytes - budget_bytes)  # less than this schedule has
-    raise BudgetExceeded(
-        "the compiled graph", peak_bytes, budget_bytes, "what its forward returns stays in memory; plan for a larger budget"
+    except (InfeasibleBudget, NoScheduleFound) as error:
+        if works_bytes is not None and error.works_bytes is not None:
+            works_bytes = min(works_bytes, error.works_bytes)
+    enough = "" if works_bytes is None else f"; {works_bytes:,} bytes are known to be enough"
+    raise NoScheduleFound(
+        f"no schedule of {graph.name} was found in {budget_bytes:,} bytes, neither with copies of the inputs it reads in the "
+        f"backward ({copied_bytes:,} bytes) nor without reading them there{enough}",
+        works_bytes=works_bytes,
     )
+
+
+def _plan(graph: Graph, budget_bytes: int, copied_bytes: int, options: Mapping[str, Any]) -> Plan:
+    """A plan that can be cut into a forward and a backward, with room for as many bytes in the backward."""
+    found = plan_halves(graph, budget_bytes, copied_bytes=copied_bytes, **options)
+    if "halves" in found.notes:
+        works_bytes = int(str(found.notes["halves_bytes"]))
+        raise NoScheduleFound(
+            f"{found.method} found no schedule of {graph.name} in {budget_bytes:,} bytes that can be cut into a forward and a "
+            f"backward, with what the forward returns in memory in both; {works_bytes:,} bytes are known to be enough",
+            works_bytes=works_bytes,
+        )
+    return found
+
+
+def _with_copies(joint: _Joint, found: Plan) -> tuple[Schedule, int, int]:
+    """The schedule of a plan with what the forward returns kept, its peak with copies, and the bytes of the copies."""
+    assert found.schedule is not None
+    kept = set(joint.values(joint.forward))
+    schedule = tuple(s for s in found.schedule if not (isinstance(s, Free) and s.value in kept))
+    memory = simulate(joint.step.graph, schedule).memory_bytes
+    cut = _start_of_backward(joint, schedule)
+    copied_bytes = joint.copied_bytes(computes(schedule[cut:]))
+    late = max(cut - 1, 0)
+    return schedule, max([*memory[:late], *(m + copied_bytes for m in memory[late:])], default=0), copied_bytes
 
 
 def _start_of_backward(joint: _Joint, schedule: Schedule) -> int:
@@ -232,6 +289,6 @@ def _cut(joint: _Joint, schedule: Schedule) -> tuple[fx.GraphModule, fx.GraphMod
     saved = [first.value(v) for v in values] + [first.states[op] for op in draws]
     for i in reads:
         node = joint.primals[i]
-        saved.append(first.copied(node) if step.value_of[node] in joint.changed else first.holder(node))
+        saved.append(first.copied(node) if step.value_of[node] in joint.copied else first.holder(node))
     first.drop_unread(joint.tangents, [])
     return first.finish([*returned, *saved], "Forward"), second.finish(gradients, "Backward"), len(saved)

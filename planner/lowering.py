@@ -80,10 +80,18 @@ class Code:
         return self._holders[node]
 
     def copied(self, node: fx.Node) -> fx.Node:
-        """A copy of what ``node`` holds, in memory of its own."""
+        """A copy of what ``node`` holds, in memory of its own and laid out alike."""
         holder = self.holder(node)
-        copy = self.graph.call_function(torch.ops.aten.clone.default, (holder,))
-        copy.meta["val"] = holder.meta["val"]
+        value: Tensor = holder.meta["val"]
+        if torch.empty_like(value).stride() == value.stride():
+            copy = self.graph.call_function(torch.ops.aten.clone.default, (holder,))
+        else:  # with the gaps between its elements, or those that lie on one another once
+            extent = 1 + sum((n - 1) * stride for n, stride in zip(value.shape, value.stride(), strict=True))
+            span = self.graph.call_function(torch.ops.aten.as_strided.default, (holder, (extent,), (1,)))
+            held = self.graph.call_function(torch.ops.aten.clone.default, (span,))
+            layout = list(value.shape), list(value.stride()), 0
+            copy = self.graph.call_function(torch.ops.aten.as_strided.default, (held, *layout))
+        copy.meta["val"] = value
         return copy
 
     def drop_unread(self, sources: Sequence[fx.Node], outputs: Iterable[fx.Node]) -> tuple[int, ...]:

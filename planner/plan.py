@@ -71,7 +71,7 @@ def plan(
     target = step_of(model, inputs=inputs, loss=loss, costs=costs, device=device, autocast=autocast)
     graph, copied_bytes = target if isinstance(target, Graph) else target.graph, copied_bytes_of(target)
     budget_bytes = resolve_budget(budget, simulate(graph, keep_all(graph)).peak_bytes)
-    found = solve_halves(
+    found = plan_halves(
         graph,
         budget_bytes,
         copied_bytes=copied_bytes,
@@ -83,19 +83,38 @@ def plan(
         progress=progress,
         **options,
     )
+    if "halves" in found.notes:
+        log.warning("the plan of %s in %s bytes %s", graph.name, f"{budget_bytes:,}", found.notes["halves"])
+    return found if isinstance(target, Graph) else replace(found, step=target)
+
+
+def plan_halves(
+    graph: Graph,
+    budget_bytes: int,
+    *,
+    copied_bytes: int | None = 0,
+    method: str = METHOD,
+    gap: float = 0.005,
+    time_limit_s: float = 60.0,
+    **options: Any,
+) -> Plan:
+    """``solve_halves``, whose plan has a schedule: raises InfeasibleBudget or NoScheduleFound where there is none."""
+    found = solve_halves(
+        graph, budget_bytes, copied_bytes=copied_bytes, method=method, gap=gap, time_limit_s=time_limit_s, **options
+    )
     if found.status is Status.INFEASIBLE:
         raise infeasible(graph, budget_bytes, found, time_limit_s=time_limit_s - found.wall_s, copied_bytes=copied_bytes)
     if found.status is Status.UNKNOWN:
         interrupted = found.notes.get("stopped") == "interrupted"
         more_s = 0.0 if interrupted else (1 + MESSAGE_SHARE) * time_limit_s - found.wall_s
+        works_bytes = _smallest(graph, more_s, copied_bytes)[0]
         raise NoScheduleFound(
             f"{method} found no schedule of {graph.name} in {budget_bytes:,} bytes ({format_bytes(budget_bytes)}) within "
             f"{found.wall_s:.1f} s ({found.notes.get('stopped', 'nothing else to try')}), but did not rule one out; "
-            f"{_smallest(graph, more_s, copied_bytes)[0]:,} bytes are known to work"
+            f"{works_bytes:,} bytes are known to work",
+            works_bytes=None if interrupted else works_bytes,
         )
-    if "halves" in found.notes:
-        log.warning("the plan of %s in %s bytes %s", graph.name, f"{budget_bytes:,}", found.notes["halves"])
-    return found if isinstance(target, Graph) else replace(found, step=target)
+    return found
 
 
 def solve(graph: Graph, budget_bytes: int, *, method: str = METHOD, **options: object) -> Plan:
