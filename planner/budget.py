@@ -22,26 +22,40 @@ def resolve_budget(budget: int | float | str, keep_all_peak_bytes: int) -> int:
 
     Raises InputError on anything else.
     """
-    wanted = f"budget {budget!r}: give bytes (6442450944 or '6GiB') or a share of the keep-all peak in (0, 1] (0.5)"
+    given = _parsed(budget)
+    if isinstance(given, float):
+        return int(given * keep_all_peak_bytes)
+    if given <= 0 and not given == keep_all_peak_bytes == 0:  # a graph that holds nothing needs nothing
+        raise _unusable(budget)
+    return given
+
+
+def is_share(budget: int | float | str) -> bool:
+    """Whether a budget is a share of the keep-all peak. Raises InputError as ``resolve_budget`` does."""
+    return isinstance(_parsed(budget), float)
+
+
+def _parsed(budget: int | float | str) -> int | float:
+    """Bytes, or a share."""
     if isinstance(budget, bool) or not isinstance(budget, int | float | str):
-        raise InputError(wanted)
+        raise _unusable(budget)
     if isinstance(budget, str):
         match = re.fullmatch(r"\s*([0-9]{0,30}\.?[0-9]{1,30}(?:e[+-]?[0-9]{1,2})?)\s*([a-z]*)\s*", budget.lower())
         if match is None or match[2] not in _UNITS:
-            raise InputError(wanted)
+            raise _unusable(budget)
         number = Fraction(match[1])  # exact, also beyond 2**53
         if not match[2] and number <= 1:
-            return resolve_budget(float(number), keep_all_peak_bytes)
+            return _parsed(float(number))
         if not match[2] and number.denominator != 1:  # "1.5" is neither bytes nor a share
-            raise InputError(wanted)
+            raise _unusable(budget)
         budget = int(number * _UNITS[match[2]])
-    if isinstance(budget, float):
-        if not 0 < budget <= 1:
-            raise InputError(wanted)
-        return int(budget * keep_all_peak_bytes)
-    if budget <= 0 and not budget == keep_all_peak_bytes == 0:  # a graph that holds nothing needs nothing
-        raise InputError(wanted)
+    if isinstance(budget, float) and not 0 < budget <= 1:
+        raise _unusable(budget)
     return budget
+
+
+def _unusable(budget: object) -> InputError:
+    return InputError(f"budget {budget!r}: give bytes (6442450944 or '6GiB') or a share of the keep-all peak in (0, 1] (0.5)")
 
 
 def format_bytes(size_bytes: int) -> str:

@@ -7,7 +7,9 @@ backward and also in the forward, and when each value is dropped. Kernels run as
 
 What a plan for a captured graph cannot know:
 
-* A graph break makes several graphs. Each is planned alone, and what the others hold is in none of their budgets.
+* A graph break makes several graphs. Each is planned alone, and what the others hold is in none of their budgets. A share is met
+  by each of them or, where no schedule of one is known to need so little, is the least that this one can have; a warning says
+  so. Bytes are met by all or refused.
 * What the model returns counts until the backward is done, whether the caller keeps it or not.
 * Buffers and inputs may change between forward and backward: what eager execution would not read any more then, but the plan
   does, is copied, and counts. Parameters may not; a step in between raises what autograd raises.
@@ -34,7 +36,7 @@ from graphs.ir import Graph
 from graphs.layouts import kernels_layouts
 from graphs.rewrite import outputs_of, share_casts, tensors_of
 from graphs.torch_private import BoxedCodeGen, changed_inputs, compile_partitioned, parameter_inputs
-from planner.budget import resolve_budget
+from planner.budget import is_share, resolve_budget
 from planner.draws import generator_state_like
 from planner.halves import first_late, late_ops, needed_from_before, not_made
 from planner.lowering import Code, placeholders
@@ -49,11 +51,11 @@ log = logging.getLogger("belady")
 def belady(module: fx.GraphModule, examples: Sequence[Any], *, options: Mapping[str, Any] | None = None) -> Callable[..., Any]:
     """The backend: what ``torch.compile`` calls for each graph it captures.
 
-    options  ``budget`` as ``planner.plan`` takes it (bytes, "6GiB", or a share of the keep-all peak of that graph), and any other
-             option of ``planner.plan`` (``costs``, ``method``, ``gap``, ``time_limit_s``, ``seed``,
+    options  ``budget`` as ``planner.plan`` takes it (bytes, "6GiB", or a share of the keep-all peak of that graph, or the least
+             it can have), and any other option of ``planner.plan`` (``costs``, ``method``, ``gap``, ``time_limit_s``, ``seed``,
              and those of the method)
 
-    One line about each graph is logged (logger "belady", level INFO). A graph without backward
+    One line about each graph is logged (logger "belady", level INFO; WARNING where a share is not met). A graph without backward
     runs as it is.
 
     Raises, inside of what torch.compile raises: InputError for options that cannot be used and for dynamic shapes,
@@ -145,8 +147,7 @@ def _partition(
     step = _with_late_ops_backward(step, tangents)
     joint = _Joint(step, outputs[:forward_outputs], outputs[forward_outputs:], primals, tangents, frozenset())
     joint = replace(joint, copied=_copied(joint, changed_inputs(module), parameter_inputs(module, examples)))
-    budget_bytes = resolve_budget(budget, _keep_all_bytes(step))
-    planned, schedule, peak_bytes = _fitting(joint, budget_bytes, options)
+    planned, schedule, peak_bytes, budget_bytes = _planned(joint, budget, options)
     forward, backward, saved = _cut(joint, schedule)
     log.info(
         "planned a graph of %d ops with %s: peak %s bytes of the budget of %s bytes (%s to keep all), %d ops run again for "
@@ -179,6 +180,28 @@ def _copied(joint: _Joint, changed: list[fx.Node], parameters: list[fx.Node]) ->
 
 def _keep_all_bytes(step: Step) -> int:
     return simulate(step.graph, keep_all(step.graph)).peak_bytes
+
+
+def _planned(joint: _Joint, budget: int | float | str, options: Mapping[str, Any]) -> tuple[Plan, Schedule, int, int]:
+    """What ``_fitting`` finds, and the budget it is for in bytes."""
+    whole_bytes = _keep_all_bytes(joint.step)
+    budget_bytes = asked = resolve_budget(budget, whole_bytes)
+    while True:
+        try:
+            found = _fitting(joint, budget_bytes, options)
+        except (InfeasibleBudget, NoScheduleFound) as error:
+            works_bytes = error.works_bytes
+            if not is_share(budget) or works_bytes is None or works_bytes <= budget_bytes:
+                raise
+            budget_bytes = works_bytes
+            continue
+        if budget_bytes > asked:
+            log.warning(
+                "a graph of %d ops is planned for %s bytes, the fewest that are known to work (%.3g of what keeping all takes), "
+                "not for the share of %s; a budget in bytes would be refused",
+                len(joint.step.graph.ops), f"{budget_bytes:,}", budget_bytes / whole_bytes, budget,
+            )  # fmt: skip
+        return *found, budget_bytes
 
 
 def _fitting(joint: _Joint, budget_bytes: int, options: Mapping[str, Any]) -> tuple[Plan, Schedule, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from graphs import InputError
-from planner.budget import format_bytes, resolve_budget
+from planner.budget import format_bytes, is_share, resolve_budget
 
 PEAK = 1_000_003
 
@@ -82,3 +82,10 @@ def test_a_graph_that_holds_nothing_needs_nothing() -> None:
     assert resolve_budget(0.5, 0) == resolve_budget(0, 0) == 0
     with pytest.raises(InputError, match="give bytes"):
         resolve_budget(-1, 0)
+
+
+@pytest.mark.parametrize(
+    ("budget", "share"), [(0.5, True), ("0.5", True), (1.0, True), (1, False), ("1", True), ("6GiB", False), (2, False)]
+)
+def test_shares_are_told_from_bytes(budget: int | float | str, share: bool) -> None:
+    assert is_share(budget) == share

@@ -426,6 +426,13 @@ class Queue(nn.Module):
         return loss
 
 
+def test_a_graph_may_write_what_another_would_compute_from_again() -> None:
+    model, x = Queue(), torch.randn(16, 16)
+    twin = copy.deepcopy(model)
+    compiled = torch.compile(model, backend=belady, options={**TIGHT, "budget": 0.9}, dynamic=False)
+    same(train(compiled, model, (x,)), train(twin, twin, (x,)))
+
+
 @pytest.mark.parametrize(("places", "budget"), [(64, 24_900), (24, 12_000)])
 def test_a_buffer_may_be_written_before_the_backward(
     places: int, budget: int, inside: Modes, lines: pytest.LogCaptureFixture
@@ -536,6 +543,21 @@ def test_a_backward_may_write_to_a_buffer() -> None:
     assert model.seen > 0
 
 
+class Broken(nn.Module):
+    """A graph break leaves a graph of one op between others that can be planned for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(4))) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        torch._dynamo.graph_break()
+        if x.sum().item() > 1e9:
+            x = x * 2
+        return self.b(x).square().mean()
+
+
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does
 @pytest.mark.parametrize("budget", [0.9, 0.7])
 def test_a_backward_that_somebody_wrote_is_backward(budget: float, lines: pytest.LogCaptureFixture) -> None:
@@ -569,6 +591,18 @@ def test_a_backward_that_somebody_wrote_is_backward(budget: float, lines: pytest
     compiled = torch.compile(model, backend=belady, options={**TIGHT, "budget": budget})
     same(train(compiled, model, (x,)), train(twin, twin, (x,)))
     assert planned_bytes(lines)[0]["again"] > 0
+
+
+def test_a_share_that_a_graph_cannot_meet_becomes_its_least(lines: pytest.LogCaptureFixture) -> None:
+    model, x = Broken(), torch.randn(256, 16)
+    twin = copy.deepcopy(model)
+    compiled = torch.compile(model, backend=belady, options={**TIGHT, "budget": 0.7}, dynamic=False)
+    same(train(compiled, model, (x,), steps=1), train(twin, twin, (x,), steps=1))
+    (warned,) = (record.message for record in lines.records if record.name == "belady" and record.levelno == logging.WARNING)
+    assert re.match(r"a graph of 1 ops is planned for [\d,]+ bytes, the fewest that are known to work.* share of 0.7", warned)
+    said = planned_bytes(lines)
+    assert len(said) == 3
+    assert sum(each["again"] > 0 for each in said) == 2
 
 
 def test_bytes_that_a_graph_cannot_meet_are_refused() -> None:
