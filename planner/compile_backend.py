@@ -183,6 +183,24 @@ def _keep_all_bytes(step: Step) -> int:
 
 
 def _planned(joint: _Joint, budget: int | float | str, options: Mapping[str, Any]) -> tuple[Plan, Schedule, int, int]:
+    """What ``_found`` finds, remembered: the compiler captures a graph again where a number in it has changed, or a flag."""
+    graph = joint.step.graph
+    structure = graph.fingerprint(), tuple(op.backward for op in graph.ops), joint.copied
+    places = tuple(tuple(joint.values(list(nodes))) for nodes in (joint.forward, joint.primals, joint.tangents))
+    key = (*structure, *places, repr(budget), repr(sorted(options.items())))
+    if key not in _known:
+        found = _found(joint, budget, options)
+        while len(_known) >= _REMEMBERED:
+            del _known[next(iter(_known))]
+        _known[key] = found
+    return _known[key]
+
+
+_REMEMBERED = 100  # plans
+_known: dict[tuple[Any, ...], tuple[Plan, Schedule, int, int]] = {}
+
+
+def _found(joint: _Joint, budget: int | float | str, options: Mapping[str, Any]) -> tuple[Plan, Schedule, int, int]:
     """What ``_fitting`` finds, and the budget it is for in bytes."""
     whole_bytes = _keep_all_bytes(joint.step)
     budget_bytes = asked = resolve_budget(budget, whole_bytes)

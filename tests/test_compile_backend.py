@@ -101,6 +101,7 @@ def conv() -> tuple[nn.Module, tuple[Tensor, ...]]:
 def fresh() -> Iterator[None]:
     torch.manual_seed(0)
     torch._dynamo.reset()
+    compile_backend._known.clear()
     yield
     torch._dynamo.reset()
 
@@ -342,6 +343,35 @@ def test_other_shapes_are_planned_anew_or_refused(lines: pytest.LogCaptureFixtur
     with pytest.raises(BackendCompilerFailed, match="plans for fixed shapes") as caught:
         torch.compile(model, backend=belady, options={**TIGHT, "budget": 0.6}, dynamic=True)(x, y)
     assert isinstance(caught.value.inner_exception, InputError)
+
+
+def test_what_is_captured_again_is_not_planned_again(monkeypatch: pytest.MonkeyPatch, lines: pytest.LogCaptureFixture) -> None:
+    """A number that changes is another graph to the compiler, in every step."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(20, 20), nn.GELU()) for _ in range(4)))
+            self.scale = 1.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.scale *= 0.5
+            return (self.layers(x) * self.scale).square().mean()
+
+    budgets = []
+    plan_halves = compile_backend.plan_halves
+
+    def counted(graph: Graph, budget: int, **options: Any) -> Plan:
+        budgets.append(budget)
+        return plan_halves(graph, budget, **options)
+
+    monkeypatch.setattr(compile_backend, "plan_halves", counted)
+    model, x = Scaled(), torch.randn(64, 20)
+    twin = copy.deepcopy(model)
+    compiled = torch.compile(model, backend=belady, options={**TIGHT, "budget": 0.7}, dynamic=False)
+    same(train(compiled, model, (x,)), train(twin, twin, (x,)))
+    assert len(planned_bytes(lines)) == 3
+    assert len(budgets) == 1
 
 
 @pytest.mark.parametrize(
