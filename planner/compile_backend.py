@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, fx
 
 from graphs.capture import Step, numbered
-from graphs.errors import InfeasibleBudget, InputError, InvalidSchedule, NoScheduleFound
+from graphs.errors import CaptureError, InfeasibleBudget, InputError, InvalidSchedule, NoScheduleFound
 from graphs.ir import Graph
 from graphs.layouts import kernels_layouts
 from graphs.rewrite import outputs_of, share_casts, tensors_of
@@ -175,7 +175,15 @@ def _copied(joint: _Joint, changed: list[fx.Node], parameters: list[fx.Node]) ->
     graph = joint.step.graph
     schedule = keep_all(graph)
     read = {v for op in computes(schedule[_start_of_backward(joint, schedule) :]) for v in graph.ops[op].inputs}
-    return frozenset(set(joint.values(joint.primals)) - read - set(joint.values(parameters))).union(joint.values(changed))
+    written = set(joint.values(joint.backward)) & graph.resident  # by the backward itself: what it is given must be the tensor
+    twice = written.intersection(joint.values(changed))
+    if twice:
+        raise CaptureError(
+            f"{graph.name}: {graph.values[min(twice)].name} is written in the forward and again in the backward, which a plan "
+            f"has no words for; write to it in only one of them, or keep it out of what is compiled"
+        )
+    kept = read | written | set(joint.values(parameters))
+    return frozenset(set(joint.values(joint.primals)) - kept).union(joint.values(changed))
 
 
 def _keep_all_bytes(step: Step) -> int:

@@ -543,34 +543,48 @@ class Counts(torch.autograd.Function):
     """Writes to a buffer in the backward, as scales of 8-bit gradients are."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, seen: Tensor) -> Tensor:
-        ctx.seen = seen
+    def forward(ctx: Any, x: Tensor, seen: Tensor, how: str) -> Tensor:
+        ctx.seen, ctx.how = seen, how
+        if how == "twice":
+            seen.add_(1)
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        ctx.seen.copy_(torch.maximum(ctx.seen, gradients[0].abs().max()))
-        return gradients[0] * 2, None
+        if ctx.how == "fill":
+            ctx.seen.fill_(3)
+        else:
+            ctx.seen.copy_(torch.maximum(ctx.seen, gradients[0].abs().max()))
+        return gradients[0] * 2, None, None
 
 
 class Watched(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, how: str) -> None:
         super().__init__()
         self.a, self.b = nn.Linear(16, 64), nn.Linear(64, 16)
         self.register_buffer("seen", torch.zeros(()))
+        self.how = how
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.b(F.gelu(Counts.apply(self.a(x), self.seen)))  # type: ignore[no-untyped-call]
+        out: Tensor = self.b(F.gelu(Counts.apply(self.a(x), self.seen, self.how)))  # type: ignore[no-untyped-call]
         return out.square().mean()
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does
-def test_a_backward_may_write_to_a_buffer() -> None:
-    model, x = Watched(), torch.randn(64, 16)
+@pytest.mark.parametrize("how", ["largest", "fill"])
+def test_a_backward_may_write_to_a_buffer(how: str) -> None:
+    model, x = Watched(how), torch.randn(64, 16)
     twin = copy.deepcopy(model)
     compiled = torch.compile(model, backend=belady, options={**TIGHT, "budget": 0.9})
     same(train(compiled, model, (x,)), train(twin, twin, (x,)))
     assert model.seen > 0
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_a_buffer_is_not_written_in_both() -> None:
+    compiled = torch.compile(Watched("twice"), backend=belady, options={**TIGHT, "budget": 0.9})
+    with pytest.raises(BackendCompilerFailed, match="written in the forward and again in the backward"):
+        compiled(torch.randn(64, 16))
 
 
 class Broken(nn.Module):
