@@ -51,6 +51,7 @@ from torch.utils._pytree import (
     tree_map_only,
     tree_unflatten,
 )
+from torch.utils.checkpoint import _CachingTorchDispatchMode
 
 __all__ = [
     "DATA_DEPENDENT",
@@ -86,6 +87,7 @@ __all__ = [
     "replace_content",
     "run_and_save_rng_state",
     "run_with_rng_state",
+    "selective_checkpoints_off",
     "stand_ins_by",
     "storage_bytes",
     "storage_key",
@@ -455,6 +457,22 @@ def as_if_compiling() -> Iterator[None]:
         yield
     finally:
         torch.compiler._is_compiling_flag = before
+
+
+@contextlib.contextmanager
+def selective_checkpoints_off() -> Iterator[None]:
+    """Let selective checkpoints keep nothing on the side: a trace has everything, and a plan chooses what is kept."""
+    owner: Any = _CachingTorchDispatchMode
+    original = owner.__torch_dispatch__
+
+    def dispatch(mode: TorchDispatchMode, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+    owner.__torch_dispatch__ = dispatch
+    try:
+        yield
+    finally:
+        owner.__torch_dispatch__ = original
 
 
 @contextlib.contextmanager

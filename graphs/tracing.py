@@ -25,6 +25,7 @@ from graphs.torch_private import (
     TreeSpec,
     as_if_compiling,
     no_dispatch,
+    selective_checkpoints_off,
     to_fake,
     trace_joint,
     tree_leaves,
@@ -185,7 +186,13 @@ def trace(
         nonlocal watch, constants
         watch = Watch(name, body)
         constants = _Constants if known else contextlib.nullcontext
-        with _plain_context(where), _untouched(watch, where), kernels_layouts(), seeding_refused(name):
+        with (
+            _plain_context(where),
+            _untouched(watch, where),
+            kernels_layouts(),
+            selective_checkpoints_off(),
+            seeding_refused(name),
+        ):
             fakes = to_fake([*state.values(), *(leaves[i].detach() for i in slots)])
             try:
                 joint = trace_joint(run, fakes[: len(state)], fakes[len(state) :])

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from graphs.capture import Inputs, Loss, Step, bind, capture
 from graphs.errors import CaptureError, InputError
@@ -228,6 +229,16 @@ def gradient_penalty(model: Lambda, x: Tensor) -> Tensor:
     return square(gradient)
 
 
+def checkpointed(model: Lambda, x: Tensor) -> Tensor:
+    """A part of which all but the matrix products is to be computed again, with draws."""
+    contexts = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
+
+    def part(x: Tensor) -> Tensor:
+        return model.linear(F.dropout(model.linear(x).sin(), 0.5))
+
+    return square(checkpoint(part, x, use_reentrant=False, context_fn=contexts))
+
+
 x8 = torch.arange(32.0).reshape(4, 8) / 16 - 1
 CASES: dict[str, Callable[[], Case]] = {
     "mlp": mlp_case,
@@ -274,6 +285,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "shared gradient": lambda: lambda_case(lambda m, x: (m.linear.weight[0] + m.linear.bias + m.moving).sum() + 0 * x.sum(), x8),
     "one number in a list": lambda: lambda_case(lambda m, x: m.linear(x).sum().reshape(1), x8),
     "tuple": lambda: lambda_case(lambda m, x: square(m.linear(x)), x8),
+    "selective checkpoint": lambda: lambda_case(checkpointed, x8),
 }  # fmt: skip
 
 
@@ -852,6 +864,12 @@ def test_refusal_changes_nothing_either(forward):
     assert random.getstate() == python
     assert (np.random.get_state()[1] == numpy).all()  # noqa: NPY002
     assert "__getattribute__" not in vars(nn.Module)
+
+
+def test_what_a_selective_checkpoint_keeps_is_left_to_the_plan():
+    whole = Lambda(lambda m, x: square(m.linear(F.dropout(m.linear(x).sin(), 0.5))))
+    chosen = capture(Lambda(checkpointed), x8).graph
+    assert [op.name for op in chosen.ops] == [op.name for op in capture(whole, x8).graph.ops]
 
 
 def test_a_cache_that_is_filled_is_captured():
