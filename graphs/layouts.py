@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphs.ctc import CTC_BACKWARDS
 from graphs.torch_private import (
     FakeTensorMode,
     OpOverload,
@@ -151,11 +152,12 @@ class _Layouts:
 def _is_asked(func: Any) -> bool:
     """Whether an op is to run on made-up tensors: one of PyTorch's own that only computes new tensors.
 
-    Not so convolutions: their sizes do not go together when made small, and their stand-ins choose as the kernels do.
+    Not so convolutions: their sizes do not go together when made small, and their stand-ins choose as the kernels do. Nor the
+    backward of the CTC loss, which believes lengths that made-up sizes do not go together with.
     """
     if not isinstance(func, OpOverload) or func.namespace != "aten" or func._schema.is_mutable:
         return False
-    if func in (aten.convolution.default, aten.convolution_backward.default):
+    if func in (aten.convolution.default, aten.convolution_backward.default, *CTC_BACKWARDS):
         return False
     depends = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
     return not depends & set(func.tags) and all(each.alias_info is None for each in func._schema.returns)

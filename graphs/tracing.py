@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from graphs.ctc import ctc_traced
 from graphs.errors import CaptureError
 from graphs.inputs import Arguments, Loss, check_tensor
 from graphs.layouts import kernels_layouts
@@ -189,6 +190,7 @@ def trace(
         with (
             _plain_context(where),
             _untouched(watch, where),
+            ctc_traced(),
             kernels_layouts(),
             selective_checkpoints_off(),
             seeding_refused(name),

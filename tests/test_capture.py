@@ -239,6 +239,20 @@ def checkpointed(model: Lambda, x: Tensor) -> Tensor:
     return square(checkpoint(part, x, use_reentrant=False, context_fn=contexts))
 
 
+def ctc_case(input_lengths: Any, target_lengths: Any, batch: int = 2, **options: Any) -> Case:
+    """Targets as long as the longest one says; logits of another order of dimensions than the loss takes."""
+    torch.manual_seed(0)
+    x, targets = torch.randn(max(1, batch), 7, 8), torch.randint(1, 8, (max(1, batch), 3))
+    loss = nn.CTCLoss(**options)
+
+    def forward(model: Lambda, x: Tensor, targets: Tensor, *lengths: Any) -> Tensor:
+        return loss(model.linear(x).log_softmax(-1).movedim(-2, 0), targets, *lengths).sum()
+
+    if not batch:
+        x, targets = x[0], targets[0]
+    return lambda_case(forward, x, targets, input_lengths, target_lengths)
+
+
 x8 = torch.arange(32.0).reshape(4, 8) / 16 - 1
 CASES: dict[str, Callable[[], Case]] = {
     "mlp": mlp_case,
@@ -286,6 +300,13 @@ CASES: dict[str, Callable[[], Case]] = {
     "one number in a list": lambda: lambda_case(lambda m, x: m.linear(x).sum().reshape(1), x8),
     "tuple": lambda: lambda_case(lambda m, x: square(m.linear(x)), x8),
     "selective checkpoint": lambda: lambda_case(checkpointed, x8),
+    "ctc of numbers": lambda: ctc_case([7, 4], [3, 2]),
+    "ctc of numbers, ruled out": lambda: ctc_case((3, 2), (3, 3), zero_infinity=True),  # no path is so short
+    "ctc of numbers, summed": lambda: ctc_case((7, 4), (3, 2), reduction="sum"),
+    "ctc of numbers, kept apart": lambda: ctc_case((7, 4), (3, 2), reduction="none"),
+    "ctc of tensors": lambda: ctc_case(torch.tensor([7, 4]), torch.tensor([3, 2])),
+    "ctc of one": lambda: ctc_case((7,), (3,), batch=0),
+    "ctc of one, in tensors": lambda: ctc_case(torch.tensor([7]), torch.tensor([3]), batch=0),
 }  # fmt: skip
 
 
@@ -660,6 +681,12 @@ def counted(model, x):
 UNREGISTERED = torch.ones(8, requires_grad=True)
 
 
+def ctc_in_a_row(lengths_as: Callable[[list[int]], Any]) -> Step:
+    targets, lengths = torch.tensor([1, 2, 3, 4, 5]), (lengths_as([7, 4]), lengths_as([3, 2]))
+    model = Lambda(lambda m, x, t, *n: F.ctc_loss(m.linear(x).log_softmax(-1), t, *n))
+    return capture(model, (torch.randn(7, 2, 8), targets, *lengths))
+
+
 def with_attribute(function: Callable[..., Any], **attributes: Any) -> Step:
     model = Lambda(function)
     for key, value in attributes.items():
@@ -779,6 +806,9 @@ REFUSED: dict[str, tuple[Callable[[], Step], str]] = {
     "loss with parameters": (lambda: capture(linear(), x8, loss=linear()), "has parameters of its own"),
     "branch on data": (lambda: capture(Lambda(lambda m, x: m.linear(x).sum() if x.sum() > 0 else x), x8), "branches on data"),
     "branch on a constant overwritten": (lambda: capture(Lambda(branch_on_what_was_a_constant), x8), "branches on data"),
+    "ctc of targets in a row": (
+        lambda: ctc_in_a_row(torch.tensor), "by the longest target.* give targets padded, of shape .* all lengths as numbers"
+    ),
     "shape from data": (lambda: capture(Lambda(lambda m, x: m.linear(x)[x > 0].sum()), x8), "branches on data"),
     "frozen": (lambda: capture(linear().requires_grad_(False), x8, loss=square), "no parameter of Linear requires a gradient"),
     "meta": (lambda: capture(linear().to("meta"), x8, loss=square), "weight is on the meta device"),
@@ -864,6 +894,17 @@ def test_refusal_changes_nothing_either(forward):
     assert random.getstate() == python
     assert (np.random.get_state()[1] == numpy).all()  # noqa: NPY002
     assert "__getattribute__" not in vars(nn.Module)
+
+
+def test_lengths_in_tensors_are_planned_for_as_long_as_targets_are_padded():
+    full, shorter = torch.tensor([3, 2]), torch.tensor([1, 2])
+    case = ctc_case(torch.tensor([7, 4]), shorter)
+    step, padded, plain = captured(case), captured(ctc_case(torch.tensor([7, 4]), full)), plain_answer(case)
+    assert step.graph.fingerprint() == padded.graph.fingerprint()
+    with torch.no_grad():
+        torch.manual_seed(7)
+        assert_same(answer_of(step, list(step.module(*bind(step, case.inputs)))), plain)
+    assert ctc_in_a_row(tuple).graph.ops
 
 
 def test_what_a_selective_checkpoint_keeps_is_left_to_the_plan():
