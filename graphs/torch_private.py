@@ -55,6 +55,7 @@ from torch.utils.checkpoint import _CachingTorchDispatchMode
 
 __all__ = [
     "DATA_DEPENDENT",
+    "LOOKS_FOR_CAUSAL",
     "REPLACES_IN_PLACE",
     "BoxedCodeGen",
     "FakeTensor",
@@ -106,6 +107,9 @@ BoxedCodeGen = _BoxedCodeGen  # forward(list): takes its inputs out of the list,
 
 # What tracing raises where a shape or a branch depends on the content of a tensor.
 DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
+
+
+LOOKS_FOR_CAUSAL = "_detect_is_causal_mask"  # the function of nn.Transformer and its parts that compares a mask with a causal one
 
 
 def storage_key(tensor: Tensor) -> int:

@@ -20,6 +20,7 @@ from graphs.leaks import Caches
 from graphs.rewrite import read_sources_directly
 from graphs.torch_private import (
     DATA_DEPENDENT,
+    LOOKS_FOR_CAUSAL,
     Joint,
     OpOverload,
     TorchDispatchMode,
@@ -232,6 +233,12 @@ def trace(
 
 def _refusal(name: str, error: Exception) -> CaptureError:
     """What to say where a trace fails."""
+    if any(frame.name == LOOKS_FOR_CAUSAL for frame in traceback.extract_tb(error.__traceback__)):
+        return CaptureError(
+            f"{name} gives a mask to PyTorch's transformer layers, which look into it to see whether it is causal"
+            f"{_place(error)}; say so in that call (is_causal=, for the mask of a target tgt_is_causal=): True where it is, else "
+            f"False"
+        )
     if isinstance(error, DATA_DEPENDENT):
         return CaptureError(
             f"{name} branches on data, or has shapes that depend on it ({_first_line(error)}{_place(error)}); rewrite that part "

@@ -681,6 +681,16 @@ def counted(model, x):
 UNREGISTERED = torch.ones(8, requires_grad=True)
 
 
+class TransformerBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 1)
+
+    def forward(self, x: Tensor, mask: Tensor, is_causal: bool | None = None) -> Tensor:
+        return square(self.encoder(x, mask, is_causal=is_causal))
+
+
 def ctc_in_a_row(lengths_as: Callable[[list[int]], Any]) -> Step:
     targets, lengths = torch.tensor([1, 2, 3, 4, 5]), (lengths_as([7, 4]), lengths_as([3, 2]))
     model = Lambda(lambda m, x, t, *n: F.ctc_loss(m.linear(x).log_softmax(-1), t, *n))
@@ -806,6 +816,10 @@ REFUSED: dict[str, tuple[Callable[[], Step], str]] = {
     "loss with parameters": (lambda: capture(linear(), x8, loss=linear()), "has parameters of its own"),
     "branch on data": (lambda: capture(Lambda(lambda m, x: m.linear(x).sum() if x.sum() > 0 else x), x8), "branches on data"),
     "branch on a constant overwritten": (lambda: capture(Lambda(branch_on_what_was_a_constant), x8), "branches on data"),
+    "mask that may be causal": (
+        lambda: capture(TransformerBlock(), (torch.randn(1, 5, 8), torch.randn(5, 5))),
+        r"PyTorch's transformer layers, .* is causal, at .*test_capture.py:\d+: .*; say so in that call \(is_causal=,",
+    ),
     "ctc of targets in a row": (
         lambda: ctc_in_a_row(torch.tensor), "by the longest target.* give targets padded, of shape .* all lengths as numbers"
     ),
@@ -894,6 +908,18 @@ def test_refusal_changes_nothing_either(forward):
     assert random.getstate() == python
     assert (np.random.get_state()[1] == numpy).all()  # noqa: NPY002
     assert "__getattribute__" not in vars(nn.Module)
+
+
+def test_masks_said_to_be_causal_or_not_are_captured():
+    for is_causal in (True, False):
+        block = TransformerBlock()
+        mask = nn.Transformer.generate_square_subsequent_mask(5) if is_causal else torch.randn(5, 5)
+        inputs = torch.randn(1, 5, 8), mask, is_causal
+        case = Case(block, inputs, lambda model, inputs=inputs: model(*inputs))
+        step, plain = captured(case), plain_answer(case)
+        with torch.no_grad():
+            torch.manual_seed(7)
+            assert_same(answer_of(step, list(step.module(*bind(step, inputs)))), plain)
 
 
 def test_lengths_in_tensors_are_planned_for_as_long_as_targets_are_padded():
