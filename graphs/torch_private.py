@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import FunctionType
@@ -269,6 +270,9 @@ def trace_joint(body: Callable[[list[Tensor], list[Tensor]], Tensor], state: Seq
         # Recurrent layers are traced as their cells: the fused oneDNN layer does not tell how much memory it takes.
         stack.enter_context(onednn_as(False))
         stack.enter_context(_quiet("torch._subclasses.fake_tensor"))
+        # The tracer has autograd warn which call of the forward an error in the backward belongs to, beside the error.
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", message="Error detected in ")
         module = aot_export_joint_with_descriptors(stack, _Body(body, state), tuple(inputs)).graph_module
     _drop_tokens(module.graph)
     sources = tuple(_source(node.meta["desc"]) for node in module.graph.find_nodes(op="placeholder"))

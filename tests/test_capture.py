@@ -5,6 +5,7 @@ import functools
 import operator
 import pickle
 import random
+import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -1062,6 +1063,14 @@ def test_a_first_call_that_differs_sets_up_nothing():
 def test_absent_device_is_named():
     with pytest.raises(CaptureError, match="no CUDA device is available"):
         capture(linear(), x8, loss=square, device="cuda")
+
+
+def test_a_trace_that_ends_in_the_backward_says_nothing_but_the_error():
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        with pytest.raises(CaptureError, match="seeds torch's generator"):
+            capture(Lambda(draws_again), x8)
+    assert not said
 
 
 def test_refusal_keeps_its_cause():
