@@ -24,7 +24,7 @@ from online.heuristics import DEFAULT_RULE
 from planner.budget import format_bytes, resolve_budget
 from planner.methods import METHODS
 from planner.milp import solving
-from planner.plan import copied_bytes_of, infeasible, solve_halves, with_costs
+from planner.plan import check_options, copied_bytes_of, infeasible, solve_halves, with_costs
 from planner.result import Plan, Status
 from planner.schedule import keep_all
 from planner.simulate import simulate
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from online.compare import Comparison
 
 SIZES = ("batch", "seq", "depth", "size", "vocab")
+OF_MODELS = (*SIZES, "device", "costs")  # options that a graph from a file has no use for
 DONE, BAD_INPUT, NOTHING_FOUND, PIPE_CLOSED = 0, 2, 3, 141
 
 EXAMPLES = """\
@@ -184,7 +185,7 @@ def parser() -> argparse.ArgumentParser:
     _target(command)
     command.add_argument("--save-graph", metavar="FILE", type=_file, help="write the graph as JSON")
     command.add_argument(
-        "--min-budget", metavar="SECONDS", type=float, help="search for the smallest budget and its proof for at most so long"
+        "--min-budget", metavar="SECONDS", type=_seconds, help="search for the smallest budget and its proof for at most so long"
     )
     _json(command)
     return top
@@ -212,7 +213,6 @@ def _target(command: argparse.ArgumentParser, *, several: bool = False) -> None:
     group.add_argument("--device", default=None, help="cpu or cuda (default: cuda where there is one)")
     group.add_argument(
         "--costs",
-        default="auto",
         help="op times: roofline (modelled), measured (each distinct op timed, with its workspace; cached) or auto (default): "
         "measured on CUDA, else roofline",
     )
@@ -235,6 +235,14 @@ def _file(name: str) -> str:
     return name
 
 
+def _seconds(text: str) -> float:
+    try:
+        check_options({"time_limit_s": float(text)})
+    except ValueError as error:  # InputError is one
+        raise argparse.ArgumentTypeError(f"seconds must be a number from 0 to 10,000,000, not {text!r}") from error
+    return float(text)
+
+
 def _budget(command: argparse.ArgumentParser, *, several: bool = False) -> None:
     command.add_argument(
         "--budget",
@@ -253,7 +261,7 @@ def _solver(command: argparse.ArgumentParser, *, several: bool = False) -> None:
             "--method", default="cutting_stages", help=f"planning method (default: cutting_stages); {', '.join(METHODS)}"
         )
     group.add_argument("--gap", type=float, default=0.005, help="stop when proved within this of the optimum (default: 0.005)")
-    group.add_argument("--time-limit", type=float, default=60.0, metavar="S", help="seconds for each budget (default: 60)")
+    group.add_argument("--time-limit", type=_seconds, default=60.0, metavar="S", help="seconds for each budget (default: 60)")
     group.add_argument("--seed", type=int, default=0, help="seed of everything random (default: 0)")
 
 
@@ -277,7 +285,7 @@ class Loaded:
         if _is_graph_file(name):
             from graphs.importers import load
 
-            for option in (*SIZES, "device"):
+            for option in OF_MODELS:
                 if getattr(arguments, option) is not None:
                     raise InputError(f"--{option} has no meaning for the graph file {name}")
             status(f"reading {name}")
@@ -296,10 +304,9 @@ class Loaded:
             raise InputError(f"{name} cannot be built: {str(error).strip().partition(chr(10))[0] or 'out of memory'}") from error
         status(f"capturing {name}")
         step = capture(model, self.inputs, loss=loss, name=Path(name).stem if ":" in name else name)
-        status(f"pricing {len(step.graph.ops)} ops ({arguments.costs})")
-        self.step = with_costs(
-            step, arguments.costs, progress=lambda done, total: status(f"timing distinct ops: {done} of {total}")
-        )
+        costs = arguments.costs or "auto"
+        status(f"pricing {len(step.graph.ops)} ops ({costs})")
+        self.step = with_costs(step, costs, progress=lambda done, total: status(f"timing distinct ops: {done} of {total}"))
         self.graph = self.step.graph
 
     @property
@@ -443,7 +450,7 @@ def _sweep(arguments: argparse.Namespace) -> int:
     with computing() as status:
         mixed = not all(map(_is_graph_file, arguments.workload))
         for name in arguments.workload:
-            of_models = dict.fromkeys((*SIZES, "device")) if mixed and _is_graph_file(name) else {}
+            of_models = dict.fromkeys(OF_MODELS) if mixed and _is_graph_file(name) else {}
             graph = Loaded(argparse.Namespace(**{**vars(arguments), "workload": name, **of_models}), status).graph
             fingerprint = graph.fingerprint()
             graphs[fingerprint] = graph
@@ -478,15 +485,18 @@ def _sweep(arguments: argparse.Namespace) -> int:
     places = {fingerprint: place for place, fingerprint in enumerate(graphs)}
     cells.sort(key=lambda cell: (places[cell.fingerprint], -cell.budget_bytes))  # methods stay in the order asked for
     rows = [by_key[cell.key] for cell in cells if cell.key in by_key]
-    if arguments.plot and rows:
-        draw_sweep(rows, arguments.plot)
-    if arguments.json:
-        write_rows(arguments.json, rows)
+    written = []
+    if rows:  # interrupted before the first, there is nothing to write or to draw
+        if arguments.plot:
+            draw_sweep(rows, arguments.plot)
+        if arguments.json:
+            write_rows(arguments.json, rows)
+        written = [("rows", arguments.out), ("rows", arguments.json), ("picture", arguments.plot)]
     if arguments.json != "-":
         for graph in graphs.values():
             if of_graph := [row for row in rows if row["fingerprint"] == graph.fingerprint()]:
                 _print_sweep(graph, of_graph)
-        for what, path in (("rows", arguments.out), ("rows", arguments.json), ("picture", arguments.plot)):
+        for what, path in written:
             if path:
                 print(f"{what} written to {path}")
     failed = [row for row in rows if row["status"] == sweep.FAILED]

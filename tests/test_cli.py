@@ -105,6 +105,7 @@ def test_a_users_own_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         (["run", "CHAIN", "--budget", "0.5", "--heuristic", "magic"], "unknown heuristic 'magic'"),
         (["diff", "CHAIN", "--budget", "0.5", "--execute"], "not executed"),
         (["info", "CHAIN", "--batch", "3"], "--batch has no meaning"),
+        (["plan", "CHAIN", "--budget", "0.5", "--costs", "roofline"], "--costs has no meaning"),
         (["info", "nowhere.json"], "nowhere.json"),
         (["info", "nowhere.py:make"], "nowhere.py"),
         (["diff", "CHAIN", "--budget", "0.5", "--plot", "picture.doc"], "must end in one of"),
@@ -358,6 +359,9 @@ def test_a_workload_too_large_for_this_machine(capsys: pytest.CaptureFixture[str
         (["plan", "CHAIN", "--budget", "0.5", "--budget", "0.4"], "--budget: may be given only once"),
         (["plan", "CHAIN", "--budget", "0.5", "--out", ""], "--out: a file name cannot be empty"),
         (["diff", "CHAIN", "--budget", "0.5", "--json", ""], "--json: a file name cannot be empty"),
+        (["info", "CHAIN", "--min-budget", "-1"], "--min-budget: seconds must be a number from 0 to 10,000,000, not '-1'"),
+        (["plan", "CHAIN", "--budget", "0.5", "--time-limit", "nan"], "--time-limit: seconds must be a number from 0 to"),
+        (["sweep", "CHAIN", "--budget", "0.5", "--time-limit", "5m"], "--time-limit: seconds must be a number from 0 to"),
     ],
 )
 def test_misused_options_are_usage_errors(

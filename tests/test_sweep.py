@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -424,6 +424,24 @@ def test_bad_input_is_refused_before_anything_runs(
     assert main(["sweep", chain_file, "--budget=0.5", *more]) == 2
     error = capsys.readouterr().err
     assert error.startswith("belady: ") and message in error and error.count("\n") == 1
+
+
+def test_a_sweep_interrupted_before_its_first_row_leaves_what_was_there(
+    chain_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: Any) -> Generator[tuple[Cell, Row]]:
+        yield from ()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sweep, "work", interrupt)
+    out, other = tmp_path / "rows.jsonl", tmp_path / "other.jsonl"
+    other.write_text("{}\n")
+    arguments = ["sweep", chain_file, "--budget=0.5", "--out", str(out), "--json", str(other), "--plot", str(tmp_path / "p.png")]
+    assert main(arguments) == 130
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err == "belady: interrupted; 2 of 2 rows are missing, the same command goes on\n"
+    assert other.read_text() == "{}\n"
 
 
 def test_an_interrupted_sweep_goes_on(chain_file: str, tmp_path: Path) -> None:
