@@ -12,6 +12,7 @@ from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, fx, nn
+from torch.autograd import forward_ad
 
 from graphs.errors import CaptureError, InputError
 from graphs.fingerprint import Fingerprint
@@ -33,7 +34,16 @@ from graphs.rewrite import (
     share_casts,
     tensors_of,
 )
-from graphs.torch_private import Joint, OpOverload, SameTensors, is_operator, storage_bytes, storage_key
+from graphs.torch_private import (
+    Joint,
+    OpOverload,
+    SameTensors,
+    in_forward_mode,
+    is_functorch_wrapped,
+    is_operator,
+    storage_bytes,
+    storage_key,
+)
 from graphs.tracing import Body, device_of, region_of, state_of, trace
 
 __all__ = ["InputForm", "Inputs", "Loss", "Result", "Source", "Step", "bind", "capture", "numbered"]
@@ -360,9 +370,9 @@ def bind(step: Step, inputs: Inputs, tangent: Tensor | None = None, *, detached:
     tangent   gradient of the loss; ones by default
     detached  parameters and buffers come as tensors without gradient; otherwise as what the model holds
 
-    Raises InputError naming what differs from the captured step: shape, dtype, device, layout, an argument that is no tensor,
-    a parameter frozen since, tensors that shared their memory then, and what ``step.fingerprint`` notices: modules replaced or
-    switched between training and evaluation, hooks, attributes.
+    Raises InputError naming what differs from the captured step: shape, dtype, device, layout, an argument that is no tensor, or
+    one that a transform has wrapped (torch.func) or given a tangent, a parameter frozen since, tensors that shared their memory
+    then, and what ``step.fingerprint`` notices: modules replaced or switched between training and evaluation, hooks, attributes.
     """
     leaves = leaves_like(step.form, inputs)
     step.fingerprint.check()
@@ -382,6 +392,8 @@ def bind(step: Step, inputs: Inputs, tangent: Tensor | None = None, *, detached:
     if not step._like_before.match(bound):
         _check_one_by_one(step, bound)
         step._like_before.remember(bound)
+    if in_forward_mode():
+        _check_tangents(step, bound)
     if detached:
         bound = [tensor if place is None else tensor.detach() for place, tensor in zip(places, bound, strict=True)]
     for i, j in step._shared:
@@ -394,6 +406,11 @@ def bind(step: Step, inputs: Inputs, tangent: Tensor | None = None, *, detached:
 def _check_one_by_one(step: Step, bound: list[Any]) -> None:
     """Refuse what differs from the captured step in a way the graph depends on."""
     for source, want, tensor in zip(step.sources, step._wanted, bound, strict=True):
+        if isinstance(tensor, Tensor) and is_functorch_wrapped(tensor):
+            raise InputError(
+                f"{source.name or source.kind} belongs to a transform of torch.func (grad, jvp, vmap), in which a captured step "
+                f"takes no part; transform the model itself"
+            )
         if source.kind in ("parameter", "buffer"):
             if tensor is None:
                 raise InputError(f"{source.name} was removed after the step was captured; capture it again")
@@ -402,6 +419,15 @@ def _check_one_by_one(step: Step, bound: list[Any]) -> None:
         elif source.kind == "input" and isinstance(tensor, Tensor) and tensor.requires_grad:
             raise InputError(f"{source.name} requires a gradient, but inputs get none; give it detached")
         want.check(source.name or source.kind, tensor)
+
+
+def _check_tangents(step: Step, bound: list[Tensor]) -> None:
+    for source, tensor in zip(step.sources, bound, strict=True):
+        if forward_ad.unpack_dual(tensor).tangent is not None:  # type: ignore[no-untyped-call]
+            raise InputError(
+                f"{source.name or source.kind} has a tangent (torch.autograd.forward_ad), which a captured step would drop; call "
+                f"the model itself for forward-mode derivatives"
+            )
 
 
 def _sources(

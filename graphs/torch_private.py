@@ -35,6 +35,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.autograd import forward_ad
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.fx.graph import CodeGen, _BoxedCodeGen
 from torch.utils._mode_utils import no_dispatch
@@ -73,6 +74,7 @@ __all__ = [
     "compile_partitioned",
     "copy_all",
     "in_backward",
+    "in_forward_mode",
     "is_active",
     "is_functorch_wrapped",
     "is_operator",
@@ -206,6 +208,11 @@ without_autocast = torch._C._DisableAutocast  # a context: operators run in the 
 def is_functorch_wrapped(tensor: Tensor) -> bool:
     """Whether a tensor stands for another one inside of ``torch.func.grad``, ``vmap`` and the like; it has no storage."""
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+
+
+def in_forward_mode() -> bool:
+    """Whether there may be tensors with tangents (``torch.autograd.forward_ad``)."""
+    return forward_ad._current_level >= 0
 
 
 def negated_view(tensor: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphs.capture import Step, capture
@@ -667,6 +668,24 @@ def test_second_derivatives_are_refused(mlp: Case) -> None:
     loss = module(*mlp.inputs)
     with pytest.raises(InputError, match="no second derivative"):
         torch.autograd.grad(loss, list(mlp.model.parameters()), create_graph=True)
+
+
+@pytest.mark.parametrize("gradients", [True, False])
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch's own use of it
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:FutureWarning")  # torch loads its formulas with it
+def test_forward_mode_derivatives_are_refused(gradients: bool) -> None:
+    model, x = nn.Sequential(nn.Linear(8, 1)), torch.randn(4, 8)
+    module = plan_of(model, 1.0, inputs=x, loss=lambda y: y.sum()).module()
+    with forward_ad.dual_level(), torch.set_grad_enabled(gradients):
+        assert torch.equal(module(x), model(x).sum())
+        with pytest.raises(InputError, match=r"inputs has a tangent .* call the model itself"):
+            module(forward_ad.make_dual(x, x))
+        with pytest.raises(InputError, match="weight has a tangent"):
+            weight = model[0].weight.detach().requires_grad_()
+            torch.func.functional_call(module, {"0.weight": forward_ad.make_dual(weight, weight)}, x)
+    for transform in (torch.func.grad(module), torch.func.vmap(module), lambda x: torch.func.jvp(module, (x,), (x,))):
+        with pytest.raises(InputError, match=r"inputs belongs to a transform of torch\.func"):
+            transform(x)
 
 
 def test_what_backward_reads_must_not_change_in_between(mlp: Case) -> None:
