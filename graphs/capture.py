@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import operator
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
@@ -47,6 +48,10 @@ from graphs.torch_private import (
 from graphs.tracing import Body, device_of, region_of, state_of, trace
 
 __all__ = ["InputForm", "Inputs", "Loss", "Result", "Source", "Step", "bind", "capture", "numbered"]
+
+
+# A trace watches by changing what all threads use, attributes of torch among it: a capture of another thread waits.
+_ONE_AT_A_TIME = threading.RLock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,7 +269,8 @@ def capture(
     autocast = region_of(autocast, where)
 
     body = Body(model, loss, splitter(loss, given))
-    joint, watch = trace(name, body, state, leaves, form.spec, where, autocast)
+    with _ONE_AT_A_TIME:
+        joint, watch = trace(name, body, state, leaves, form.spec, where, autocast)
     graph = joint.module.graph
     sources, tensors = _sources(joint, state, leaves, form)
     for node, tensor in lift_constants(joint.module):

@@ -8,9 +8,11 @@ and there are no free instructions: the generated code says ``x = None``, and re
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, fx, nn
@@ -125,7 +127,7 @@ class PlannedModule(nn.Module):
     InputError; so does one after a tensor it reads was changed in place. Where a call fails (no memory, Ctrl-C), buffers and
     generators are as before it; where its backward fails, too, unless something else has changed them in between. After
     ``eval()`` the call is that of the plain model, without loss and plan (unless the model was captured in evaluation mode).
-    Forward hooks of the model itself do not run.
+    Forward hooks of the model itself do not run. Threads may call it: calls and backwards of one model run one after the other.
 
     peak_bytes  the most a step may hold, from ``simulate``; at most the budget. Gradients kept from an earlier step are not
                 in it: gradient accumulation needs their bytes on top.
@@ -157,6 +159,7 @@ class PlannedModule(nn.Module):
         self._generators = generators_of(step)
         self._tangents = tuple(i for i, source in enumerate(step.sources) if source.kind == "tangent")
         self._no_tangent = torch.empty(0)
+        self.one_at_a_time = _LOCKS.setdefault(step.model, threading.RLock())
         self._built = True
 
     @property
@@ -168,17 +171,18 @@ class PlannedModule(nn.Module):
         if self.step.modes[0] and not self.step.model.training:
             return self.step.model(*args, **kwargs)
         check_region(self.step)
-        bound = bind(self.step, inputs_of_call(self.step, args, kwargs), detached=False)
-        for i in self._tangents:
-            bound[i] = self._no_tangent  # autograd brings the real one, and one is all the plan counts
-        undo = Undo(self._generators)
-        try:
-            if not torch.is_grad_enabled():
-                return self._run_forward(bound, undo)[0]
-            return _Train.apply(self, undo, bound, *(bound[i] for i in self._trained))  # type: ignore[no-untyped-call]
-        except BaseException:
-            undo.undo()
-            raise
+        with self.one_at_a_time:
+            bound = bind(self.step, inputs_of_call(self.step, args, kwargs), detached=False)
+            for i in self._tangents:
+                bound[i] = self._no_tangent  # autograd brings the real one, and one is all the plan counts
+            undo = Undo(self._generators)
+            try:
+                if not torch.is_grad_enabled():
+                    return self._run_forward(bound, undo)[0]
+                return _Train.apply(self, undo, bound, *(bound[i] for i in self._trained))  # type: ignore[no-untyped-call]
+            except BaseException:
+                undo.undo()
+                raise
 
     def _run_forward(self, bound: list[Tensor], undo: Undo) -> tuple[Tensor, Kept]:
         """Run the first half: the loss, and what the second needs."""
@@ -299,6 +303,11 @@ class PlannedModule(nn.Module):
             yield name, self if part is self.step.model else part
 
 
+# One for each model: its buffers are read at the beginning of a call and written at its end, and draws made again set generators
+# back for a moment. A call, or a backward, of another thread waits.
+_LOCKS: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
+
+
 class _Train(torch.autograd.Function):
     """Ties the two halves of a schedule to autograd: one node between the parameters and the loss."""
 
@@ -310,20 +319,21 @@ class _Train(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, tangent: Tensor) -> tuple[Tensor | None, ...]:
-        kept = ctx.kept
-        try:
-            if torch.is_grad_enabled():
-                raise InputError("a planned step has no second derivative: call backward without create_graph=True")
-            if kept is None:
-                raise InputError("backward ran before on this loss, and its values are gone; run the forward again first")
-            ctx.kept = None
-            # No reference to a gradient may stay behind, or autograd would copy it into ``.grad``.
-            return None, None, None, *ctx.module._run_backward(kept, tangent)
-        except BaseException:
-            ctx.kept = None
-            if kept is not None:
-                kept.undo.undo()
-            raise
+        with ctx.module.one_at_a_time:
+            kept = ctx.kept
+            try:
+                if torch.is_grad_enabled():
+                    raise InputError("a planned step has no second derivative: call backward without create_graph=True")
+                if kept is None:
+                    raise InputError("backward ran before on this loss, and its values are gone; run the forward again first")
+                ctx.kept = None
+                # No reference to a gradient may stay behind, or autograd would copy it into ``.grad``.
+                return None, None, None, *ctx.module._run_backward(kept, tangent)
+            except BaseException:
+                ctx.kept = None
+                if kept is not None:
+                    kept.undo.undo()
+                raise
 
 
 class Kept:

@@ -59,8 +59,9 @@ class ReplanningModule(PlannedModule):
         shape: Hashable = (str(spec), *map(_kind, leaves))
         if shape == self._first:
             return super().forward(*args, **kwargs)
-        if shape not in self._others:
-            self._others[shape] = self._plan_for(inputs)
+        with self.one_at_a_time:
+            if shape not in self._others:
+                self._others[shape] = self._plan_for(inputs)
         return self._others[shape](*args, **kwargs)
 
     def _plan_for(self, inputs: Inputs) -> PlannedModule:

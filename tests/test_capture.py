@@ -5,6 +5,7 @@ import functools
 import operator
 import pickle
 import random
+import threading
 import warnings
 import weakref
 from collections import Counter
@@ -1071,6 +1072,17 @@ def test_a_trace_that_ends_in_the_backward_says_nothing_but_the_error():
         with pytest.raises(CaptureError, match="seeds torch's generator"):
             capture(Lambda(draws_again), x8)
     assert not said
+
+
+def test_captures_of_several_threads_wait_for_each_other():
+    steps: list[Step] = []
+    threads = [threading.Thread(target=lambda: steps.append(capture(linear(), x8, loss=square))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len({step.graph.fingerprint() for step in steps}) == 1
+    assert len(steps) == 4
 
 
 def test_refusal_keeps_its_cause():

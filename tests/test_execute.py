@@ -6,6 +6,8 @@ import copy
 import functools
 import pickle
 import random
+import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -686,6 +688,39 @@ def test_forward_mode_derivatives_are_refused(gradients: bool) -> None:
     for transform in (torch.func.grad(module), torch.func.vmap(module), lambda x: torch.func.jvp(module, (x,), (x,))):
         with pytest.raises(InputError, match=r"inputs belongs to a transform of torch\.func"):
             transform(x)
+
+
+@torch.library.custom_op("belady_tests::slow", mutates_args=())
+def slow(x: Tensor) -> Tensor:
+    time.sleep(0.02)  # other threads run meanwhile
+    return x.clone()
+
+
+slow.register_fake(torch.empty_like)
+slow.register_autograd(lambda _, gradient: gradient)
+
+
+class SlowNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return slow(F.dropout(self.norm(x))).square().mean()
+
+
+@pytest.mark.parametrize("replan", [False, True])
+def test_threads_lose_no_update_of_a_buffer(replan: bool) -> None:
+    model = SlowNorm()
+    module = plan_of(model, 1.0, inputs=torch.randn(99, 8)).module(replan=replan)
+    sizes = (99, 99, 60, 60) if replan else (99, 99, 99, 99)
+    threads = [threading.Thread(target=lambda rows=rows: module(torch.randn(rows, 8)).backward()) for rows in sizes]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert model.norm.num_batches_tracked == 4
+    assert getattr(module, "planned", 1) == 1 + replan
 
 
 def test_what_backward_reads_must_not_change_in_between(mlp: Case) -> None:
