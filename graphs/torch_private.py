@@ -264,11 +264,17 @@ class _Body(nn.Module):
         return self.body([getattr(self, name) for name in self.names], list(inputs))
 
 
-def trace_joint(body: Callable[[list[Tensor], list[Tensor]], Tensor], state: Sequence[Tensor], inputs: Sequence[Tensor]) -> Joint:
+def trace_joint(
+    body: Callable[[list[Tensor], list[Tensor]], Tensor],
+    state: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    traced: Callable[[], None],
+) -> Joint:
     """Trace ``loss = body(state, inputs)`` and its gradients, without decompositions and without running a kernel.
 
     state   fake parameters and buffers, all distinct; gradients are those of the parameters that require one
     inputs  fake tensors
+    traced  called when all is traced, before the tracer puts the generators back
 
     Raises whatever ``body`` and the tracer raise.
     """
@@ -281,6 +287,7 @@ def trace_joint(body: Callable[[list[Tensor], list[Tensor]], Tensor], state: Seq
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", message="Error detected in ")
         module = aot_export_joint_with_descriptors(stack, _Body(body, state), tuple(inputs)).graph_module
+        traced()
     _drop_tokens(module.graph)
     sources = tuple(_source(node.meta["desc"]) for node in module.graph.find_nodes(op="placeholder"))
     results = tuple(_result(desc) for desc in module.graph.output_node().meta.pop("desc"))

@@ -194,11 +194,11 @@ def trace(
             ctc_traced(),
             kernels_layouts(),
             selective_checkpoints_off(),
-            seeding_refused(name),
+            seeding_refused(name, where) as look_at_generators,
         ):
             fakes = to_fake([*state.values(), *(leaves[i].detach() for i in slots)])
             try:
-                joint = trace_joint(run, fakes[: len(state)], fakes[len(state) :])
+                joint = trace_joint(run, fakes[: len(state)], fakes[len(state) :], look_at_generators)
             except Exception as error:
                 caches.forget_traced()
                 kept = watch.explain()

@@ -12,7 +12,7 @@ import contextlib
 import random
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -20,8 +20,9 @@ from torch import Tensor, nn
 
 from graphs.errors import CaptureError
 from graphs.fingerprint import ABSENT, OWN, content_of, described, label, same_content, same_plain
-from graphs.torch_private import OpOverload, TorchDispatchMode, no_dispatch, tree_leaves
+from graphs.torch_private import FakeTensorMode, OpOverload, TorchDispatchMode, no_dispatch, stand_ins_by, tree_leaves
 
+_FIRST_SEED = 0x5EED << 48  # of those that draws of a trace leave behind; unlike any that somebody gives
 _GENERATORS = "Python's generator (random)", "numpy's global generator (numpy.random)"
 
 
@@ -216,30 +217,45 @@ def _compiled_apart(calls: _Calls) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def seeding_refused(name: str) -> Iterator[None]:
-    """Refuse that a forward or a backward sets torch's generators, which is no operator call; PyTorch itself may."""
+def seeding_refused(name: str, where: torch.device) -> Iterator[Callable[[], None]]:
+    """Refuse that what is traced seeds a generator or sets its state, which is no operator call. To be called at its end.
 
-    def unless_torch(original: Callable[..., Any]) -> Callable[..., Any]:
-        def set_generator(*args: Any, **kwargs: Any) -> Any:
-            caller = sys._getframe(1).f_globals.get("__name__", "")
-            if caller.partition(".")[0] != "torch":
-                raise CaptureError(
-                    f"{name} seeds torch's generator or sets its state, but a captured step would draw other numbers; draw "
-                    f"from a torch.Generator of its own, or keep what is drawn"
-                )
-            return original(*args, **kwargs)
+    Nothing is drawn in a trace, and a state put back would be the one that is there. So each draw gives the generators another
+    seed, and looks whether they still have the one from before. Afterwards they are as they were.
+    """
+    seed = _FIRST_SEED
+    before: dict[torch.Generator, Tensor] = {}
 
-        return set_generator
+    def watch(generators: Iterable[torch.Generator]) -> None:
+        nonlocal seed
+        for generator in generators:
+            if generator not in before:
+                before[generator] = generator.get_state()
+        seed += 1
+        for generator in before:
+            generator.manual_seed(seed)
 
-    with contextlib.ExitStack() as stack:
-        for owner, keys in (
-            (torch, ("manual_seed", "seed", "set_rng_state")),
-            (torch.random, ("manual_seed", "seed", "set_rng_state")),
-            (torch.cuda, ("manual_seed", "manual_seed_all", "set_rng_state")),
-        ):
-            for key in keys:
-                stack.enter_context(_patched(owner, key, unless_torch(getattr(owner, key))))
-        yield
+    def look() -> None:
+        if any(generator.initial_seed() != seed for generator in before):
+            raise CaptureError(
+                f"{name} seeds a generator or sets its state, but a captured step would draw other numbers; keep what is drawn, "
+                f"or seed before the step"
+            )
+
+    def call(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any, plain: Callable[[], Any]) -> Any:
+        if isinstance(func, OpOverload) and torch.Tag.nondeterministic_seeded in func.tags:
+            look()
+            watch(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Generator))
+        return plain()
+
+    try:
+        on_cuda = torch.cuda.default_generators if where.type == "cuda" else ()  # none where there is no such device
+        watch([torch.default_generator, *on_cuda])
+        with stand_ins_by(call):
+            yield look
+    finally:
+        for generator, state in before.items():
+            generator.set_state(state)
 
 
 @contextlib.contextmanager

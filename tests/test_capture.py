@@ -753,6 +753,30 @@ def draws_again(model, x):
     return square(DrawsAgain.apply(model.linear(x)))
 
 
+class DrawsAgainItself(DrawsAgain):
+    @staticmethod
+    def backward(ctx, gradient):
+        torch.default_generator.set_state(ctx.state)
+        return gradient * (torch.rand_like(gradient) > 0.3)
+
+
+def draws_again_itself(model, x):
+    return square(DrawsAgainItself.apply(model.linear(x)))
+
+
+OWN = torch.Generator()
+
+
+def seeds_its_own(model, x):
+    OWN.manual_seed(3)
+    return square(model.linear(x) + torch.randn(8, generator=OWN))
+
+
+def takes_draws_back(model, x):  # the next step draws the same
+    with torch.random.fork_rng():
+        return square(F.dropout(model.linear(x)))
+
+
 def planned() -> nn.Module:
     return plan(Lambda(lambda m, x: square(m.linear(x))), 1.0, inputs=x8).module()
 
@@ -851,8 +875,14 @@ REFUSED: dict[str, tuple[Callable[[], Step], str]] = {
     "first call": (lambda: with_attribute(first_call_differs, started=False), "attribute started.*run the model once before"),
     "flag that flips": (lambda: with_attribute(flips, flag=False), "attribute flag in its forward .from False to True"),
     "data assigned": (lambda: capture(Lambda(assigns_data), x8), "assigns the .data of a tensor"),
-    "seed": (lambda: capture(Lambda(seeds), x8), "seeds torch's generator or sets"),
-    "state of a generator": (lambda: capture(Lambda(draws_again), x8), "seeds torch's generator or sets its state"),
+    "seed": (lambda: capture(Lambda(seeds), x8), "seeds a generator or sets"),
+    "state of a generator": (lambda: capture(Lambda(draws_again), x8), "seeds a generator or sets its state"),
+    "state of the generator itself": (lambda: capture(Lambda(draws_again_itself), x8), "seeds a generator or sets its state"),
+    "seed of a generator of its own": (lambda: capture(Lambda(seeds_its_own), x8), "seeds a generator or sets its state"),
+    "draws taken back": (lambda: capture(Lambda(takes_draws_back), x8), "seeds a generator or sets its state"),
+    "seed after all draws": (
+        lambda: capture(Lambda(lambda m, x: (square(m.linear(x)), torch.manual_seed(1))[0]), x8), "seeds a generator or sets"
+    ),
     "planned": (lambda: capture(nn.Sequential(planned()), x8), "^0 is a planned module; plan with the model"),
     "hooks of saved tensors": (lambda: capture(Lambda(packs), x8), "packs saved tensors by hooks"),
     "average in an attribute": (lambda: capture(Lambda(keeps_average), x8), "changes its attribute plain .*keep it in a buffer"),
@@ -898,15 +928,20 @@ def test_what_cannot_be_captured_is_refused_in_one_sentence(name):
     assert "\n" not in str(refusal.value)
 
 
-@pytest.mark.parametrize("forward", [lambda m, x: square(m.linear(x)) * random.random(), counted, remembers])
+@pytest.mark.parametrize(
+    "forward", [lambda m, x: square(m.linear(x)) * random.random(), counted, remembers, seeds, seeds_its_own]
+)
 def test_refusal_changes_nothing_either(forward):
     model = Lambda(forward)
     model.memory = []
+    drawn, own = torch.get_rng_state(), OWN.get_state()
     plain, python, numpy = model.plain.clone(), random.getstate(), np.random.get_state()[1].copy()  # noqa: NPY002
     with pytest.raises(CaptureError):
         capture(model, x8)
     assert torch.equal(model.plain, plain)
     assert model.memory == []
+    assert torch.equal(torch.get_rng_state(), drawn)
+    assert torch.equal(OWN.get_state(), own)
     assert random.getstate() == python
     assert (np.random.get_state()[1] == numpy).all()  # noqa: NPY002
     assert "__getattribute__" not in vars(nn.Module)
@@ -1069,7 +1104,7 @@ def test_absent_device_is_named():
 def test_a_trace_that_ends_in_the_backward_says_nothing_but_the_error():
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        with pytest.raises(CaptureError, match="seeds torch's generator"):
+        with pytest.raises(CaptureError, match="seeds a generator"):
             capture(Lambda(draws_again), x8)
     assert not said
 
