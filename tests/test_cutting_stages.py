@@ -550,3 +550,65 @@ def test_blocks_in_another_order_count_where_nothing_else_is_known(monkeypatch: 
         assert search.time_ns == 3
         assert search.notes["found_by"] == "blocks"  # in graph order, if not in theirs
         assert (search.best == other) is taken
+
+
+@pytest.mark.parametrize("large", [True, False])
+def test_blocks_are_tried_before_a_large_milp_where_the_bound_is_far(large: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks: list[None] = []
+    milps: list[tuple[bool, bool]] = []  # those after the first: the bound is far away, blocks were tried
+    minimise = cutting_stages._minimise
+
+    def noted(search: cutting_stages._Search, *arguments: Any) -> Answer:
+        if search.notes["rounds"] > 1:
+            milps.append((search.distance_ns > 0.02 * search.base, bool(blocks)))
+        blocks.clear()
+        return minimise(search, *arguments)
+
+    monkeypatch.setattr(cutting_stages, "_minimise", noted)
+    monkeypatch.setattr(cutting_stages, "_blocks", lambda _: blocks.append(None))
+    monkeypatch.setattr(cutting_stages, "BLOCKS_ROUND", 0)  # not by that
+    monkeypatch.setattr(cutting_stages, "CHEAP_ROUNDS", 0 if large else 99)
+    for seed in (0, 4):
+        graph = random_training(12, seed)
+        solve(graph, int(0.7 * simulate(graph, keep_all(graph)).peak_bytes), gap=0.0, time_limit_s=20)
+    assert set(milps) == {(True, large), (False, False)}
+
+
+def without_backward(nested: bool) -> cutting_stages._Search:
+    graph = random_layered("RL1", seed=0)
+    assert not any(op.backward for op in graph.ops)
+    budget_bytes = int(0.8 * simulate(graph, keep_all(graph)).peak_bytes)
+    return cutting_stages._Search(graph, budget_bytes, gap=0.0, time_limit_s=60.0, seed=0, nested=nested)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_search_in_the_order_of_another_neither_anneals_nor_is_guided(nested: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    search, asked = without_backward(nested), list[str]()
+
+    def annealed(search: cutting_stages._Search, runs: range, *_: Any, **__: Any) -> order_search.Ended:
+        asked.append("annealing")
+        return order_search.Ended(1, search.base, list(runs))
+
+    monkeypatch.setattr(cutting_stages, "anneal_on", annealed)
+    monkeypatch.setattr(cutting_stages, "_pebble", lambda _: True)
+    monkeypatch.setattr(cutting_stages, "_elsewhere", lambda _: None)
+    monkeypatch.setattr(search, "begin_walks", lambda _: None)
+    monkeypatch.setattr(search, "follow", lambda *_: None)
+    assert cutting_stages._first_schedules(search, lambda _: asked.append("guide"))
+    assert asked == ([] if nested else ["annealing", "guide"])
+
+
+def test_other_orders_are_tried_once_where_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    search, asked = without_backward(False), list[bool]()
+
+    def orders(search: cutting_stages._Search, *_: Any, anew: bool) -> list[int]:
+        asked.append(anew)
+        return list(range(len(search.graph.ops)))
+
+    monkeypatch.setattr(cutting_stages, "search_orders", orders)
+    monkeypatch.setattr(search, "follow", lambda *_: None)
+    for _ in range(2):
+        cutting_stages._elsewhere(search)
+    assert search.best is None and asked == [True]
+    cutting_stages._elsewhere(without_backward(True))  # which is in another order already
+    assert asked == [True]

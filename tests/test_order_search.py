@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -121,6 +122,26 @@ def test_interrupted_while_walks_mend_it_keeps_what_they_have(monkeypatch: pytes
     with pytest.raises(KeyboardInterrupt):
         order_search._mended(search, Ended(1, graph.keep_all_time_ns, order), 0, math.inf)
     assert search.best is not None
+
+
+def test_the_stage_model_plans_for_less_until_something_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = random_layered("RL1", 0)
+    kept, other = list(range(len(graph.ops))), last_first(graph)
+    ended = iter([Ended(2, graph.keep_all_time_ns, kept), Ended(1, graph.keep_all_time_ns, other)] + [Ended(0, 9**12, kept)] * 9)
+    shares: list[tuple[float, ...]] = []
+
+    def walks(_: Graph, order: list[int], budget_bytes: int, of: tuple[float, ...], deadline: float) -> Iterator[list[int]]:
+        shares.append(of)
+        return iter(())
+
+    monkeypatch.setattr(order_search, "IDLE", 2)
+    monkeypatch.setattr(order_search, "_walks", walks)
+    monkeypatch.setattr(order_search, "anneal_on", lambda *_, **__: next(ended))
+    monkeypatch.setattr(order_search, "_mended", lambda _, ended, *__: ended)
+    search_orders(at(graph, 0.5), 0, soon(), anew=True)
+    over, over_too, fits = shares
+    assert over == over_too and over[0] < 1.0
+    assert fits[0] == 1.0 and sorted(over) != sorted(fits)
 
 
 @pytest.mark.usefixtures("short")

@@ -210,6 +210,15 @@ def test_planning_again_keeps_one_plan_per_shape_in_the_same_bytes(caplog: pytes
     same(module(*data[1][:-1]), model(*data[1][:-1]))
 
 
+def test_inputs_laid_out_otherwise_have_a_plan_of_their_own() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU())
+    images = torch.randn(2, 3, 8, 8)
+    module = plan(model, 1.0, inputs=images, loss=lambda y: y.square().mean()).module(replan=True)
+    for given, plans in ((images, 1), (images.to(memory_format=torch.channels_last), 2), (images.clone(), 2)):
+        same(module(given), model(given).square().mean())
+        assert module.planned == plans
+
+
 def test_planning_again_is_for_shapes_and_not_for_edits() -> None:
     (batch, other), model = [batches(1)[0], batches(1, 32)[0]], Net()
     module = planned(model, batch, 0.7).module(replan=True)
