@@ -28,6 +28,8 @@ class Caches:
 
     def __init__(self, body: nn.Module) -> None:
         self._before = [(box, box.copy()) for box in _boxes(body)]
+        self._functions: list[Any] = []
+        self._modules = 0  # that were imported when these were looked for
 
     def forget_traced(self) -> None:
         """Put back entries that are tensors of a trace, which has ended."""
@@ -40,7 +42,10 @@ class Caches:
                 del box[key]
                 if key in before:
                     box[key] = before[key]
-        for function in [one for one in gc.get_objects() if type(one) is _Remembering]:
+        if self._modules != len(sys.modules):  # else there are no others: looking through all objects takes long
+            self._functions = [one for one in gc.get_objects() if type(one) is _Remembering]
+            self._modules = len(sys.modules)
+        for function in self._functions:
             held: list[Any] = [function]
             for _ in range(_LEVELS):
                 held = [one for value in held for one in gc.get_referents(value) if not isinstance(value, nn.Module)]

@@ -2,9 +2,11 @@
 
 import copy
 import functools
+import gc
 import operator
 import pickle
 import random
+import sys
 import threading
 import warnings
 import weakref
@@ -1045,6 +1047,21 @@ def test_caches_outside_of_a_model_hold_nothing_of_a_refused_trace(mask):
     step = capture(model, x8)
     assert sum(source.kind == "constant" for source in step.sources) == 1
     assert torch.equal(answer_of(step, step.module(*bind(step, x8))).loss, wanted)
+
+
+@pytest.mark.parametrize(("imports", "scans"), [(False, 1), (True, 3)])
+def test_all_objects_are_looked_through_once_unless_something_is_imported(imports, scans, monkeypatch):
+    found, objects = [], gc.get_objects
+    monkeypatch.setattr(gc, "get_objects", lambda: found.append(None) or objects())
+
+    def branches(model, x):
+        if imports:
+            monkeypatch.setitem(sys.modules, f"made_up_{len(found)}", SimpleNamespace())
+        return square(model.linear(x)) if x.sum() > 0 else square(x)
+
+    with pytest.raises(CaptureError, match="branches on data"):  # in three attempts
+        capture(Lambda(branches), x8)
+    assert len(found) == scans
 
 
 def test_views_of_a_constant_take_no_memory():
