@@ -8,7 +8,6 @@ The file is written when all is done. Nothing is executed: costs are the rooflin
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterator, Sequence
 
@@ -19,9 +18,7 @@ from planner.frontier import plans
 from planner.result import Plan
 
 from .bench_least import least_of
-from .output import ended
-from .rows import write_rows
-from .steps import step_graph
+from .steps import bench_workloads
 from .sweep import Row
 
 WORKLOADS = ("vgg16", "gpt2")
@@ -29,38 +26,28 @@ STEP = 0.005  # of the keep-all peak
 GAP, TIME_LIMIT_S = 0.005, 20.0  # of each budget
 
 
-def rows_of(graph: Graph, *, step: float = STEP, time_limit_s: float = TIME_LIMIT_S) -> Iterator[Row]:
+def rows_of(
+    graph: Graph, progress: Progress | None = None, *, step: float = STEP, time_limit_s: float = TIME_LIMIT_S
+) -> Iterator[Row]:
     """A row for each budget, the largest first, then one with what ``min_budget`` says."""
     least = least_of(graph)
     peak_bytes = least["keep_all_peak_bytes"]
     count = int((1 - least["works_bytes"] / peak_bytes) / step)
     budgets = [round((1 - i * step) * peak_bytes) for i in range(count + 1)]
-    with Progress(transient=True) as progress:
-        task = progress.add_task(graph.name, total=len(budgets))
+    shown = Progress(disable=True) if progress is None else progress
+    task = shown.add_task(graph.name, total=len(budgets))
 
-        def done(_: Plan) -> None:
-            progress.advance(task)
+    def done(_: Plan) -> None:
+        shown.advance(task)
 
-        for plan in plans(graph, budgets, gap=GAP, time_limit_s=time_limit_s, done=done):
-            yield {**plan.row(), "ops": len(graph.ops)}
+    for plan in plans(graph, budgets, gap=GAP, time_limit_s=time_limit_s, done=done):
+        yield {**plan.row(), "ops": len(graph.ops)}
     yield least
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the rows; return the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", default="benchmarks/grid.jsonl", help="the file, written whole")
-    parser.add_argument("--only", action="append", choices=WORKLOADS, help="one workload; several times")
-    arguments = parser.parse_args(argv)
-
-    def work() -> int:
-        found: list[Row] = []
-        for name in arguments.only or WORKLOADS:
-            found.extend(rows_of(step_graph(name)))
-        write_rows(arguments.out, found)
-        return 0
-
-    return ended("bench_grid", work)
+    return bench_workloads("bench_grid", __doc__, WORKLOADS, rows_of, argv)
 
 
 if __name__ == "__main__":

@@ -8,12 +8,9 @@ executed: costs are the roofline's.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Sequence
-
-from rich.progress import track
 
 from graphs.ir import Graph
 from graphs.workloads import WORKLOADS
@@ -22,9 +19,7 @@ from planner.plan import solve
 from planner.schedule import keep_all
 from planner.simulate import simulate
 
-from .output import ended
-from .rows import write_rows
-from .steps import step_graph
+from .steps import bench_workloads
 from .sweep import Row
 
 TIME_LIMIT_S = 20.0  # of the plan
@@ -52,19 +47,7 @@ def row_of(graph: Graph, *, time_limit_s: float = TIME_LIMIT_S) -> Row:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the rows; return the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", default="benchmarks/least.jsonl", help="the file, written whole")
-    parser.add_argument("--only", action="append", choices=sorted(WORKLOADS), help="one workload; several times")
-    arguments = parser.parse_args(argv)
-
-    def work() -> int:
-        found: list[Row] = []
-        for name in track(arguments.only or sorted(WORKLOADS), description="workloads", transient=True):
-            found.append(row_of(step_graph(name)))
-        write_rows(arguments.out, found)
-        return 0
-
-    return ended("bench_least", work)
+    return bench_workloads("bench_least", __doc__, sorted(WORKLOADS), lambda graph, _: [row_of(graph)], argv)
 
 
 if __name__ == "__main__":

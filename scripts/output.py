@@ -96,13 +96,16 @@ def _descriptor_1_is_stderr() -> Iterator[None]:
         os.close(real)
 
 
-def ended(program: str, work: Callable[[], int]) -> int:
-    """Do ``work``; the exit code it returns. What was wrong, or that it was interrupted, is one sentence on standard error."""
+def ended(program: str, work: Callable[[], int], *, goes_on: bool = True) -> int:
+    """Do ``work``; the exit code it returns. What was wrong, or that it was interrupted, is one sentence on standard error.
+
+    goes_on  whether what was done until then is not done again
+    """
     try:
         return work()
     except BeladyError as error:
         print(f"{program}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print(f"{program}: interrupted; the same command goes on from here", file=sys.stderr)
+        print(f"{program}: interrupted" + "; the same command goes on from here" * goes_on, file=sys.stderr)
         return INTERRUPTED

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from rich.progress import Progress
+
 from graphs.ir import Graph
+
+from .output import ended
+from .rows import write_rows
+
+RowsOf = Callable[[Graph, Progress], Iterable[dict[str, Any]]]
 
 
 def step_name(workload: str, **sizes: int) -> str:
@@ -21,3 +30,27 @@ def step_graph(workload: str, **sizes: int) -> Graph:
     model, inputs, loss = build(workload, **dict[str, Any](sizes))
     step = capture(model, inputs, loss=loss, name=step_name(workload, **sizes))
     return with_costs(step, "roofline").graph
+
+
+def bench_workloads(
+    program: str, about: str | None, workloads: Sequence[str], rows_of: RowsOf, argv: Sequence[str] | None
+) -> int:
+    """The command line of a benchmark of whole workloads: write their rows, when all is done; the exit code.
+
+    program  its name: the file is that without ``bench_``, if no other is asked for
+    rows_of  the rows of a step; may show how far it is
+    """
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    default = f"benchmarks/{program.removeprefix('bench_')}.jsonl"
+    parser.add_argument("--out", default=default, help=f"the file, written whole (default: {default})")
+    parser.add_argument("--only", action="append", choices=workloads, help="one workload; several times")
+    arguments = parser.parse_args(argv)
+
+    def work() -> int:
+        with Progress(transient=True) as progress:
+            names = progress.track(arguments.only or workloads, description="workloads")
+            found = [row for name in names for row in rows_of(step_graph(name), progress)]
+        write_rows(arguments.out, found)
+        return 0
+
+    return ended(program, work, goes_on=False)
