@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from fractions import Fraction
+from numbers import Integral
 
 from graphs.errors import InputError
 
@@ -17,8 +18,8 @@ _UNITS = {"": 1, "b": 1} | {
 def resolve_budget(budget: int | float | str, keep_all_peak_bytes: int) -> int:
     """Bytes of a budget.
 
-    budget  bytes as an int or as text with a unit ("6GiB", "500 MB", "1.5e9"), or a float (or its text, "0.5") in (0, 1]:
-            that share of the keep-all peak, rounded down
+    budget  bytes as an int (numpy's too) or as text with a unit ("6GiB", "500 MB", "1.5e9"), or a float (or its text, "0.5")
+            in (0, 1]: that share of the keep-all peak, rounded down
 
     Raises InputError on anything else.
     """
@@ -37,7 +38,7 @@ def is_share(budget: int | float | str) -> bool:
 
 def _parsed(budget: int | float | str) -> int | float:
     """Bytes, or a share."""
-    if isinstance(budget, bool) or not isinstance(budget, int | float | str):
+    if isinstance(budget, bool) or not isinstance(budget, Integral | float | str):
         raise _unusable(budget)
     if isinstance(budget, str):
         match = re.fullmatch(r"\s*([0-9]{0,30}\.?[0-9]{1,30}(?:e[+-]?[0-9]{1,2})?)\s*([a-z]*)\s*", budget.lower())
@@ -51,7 +52,7 @@ def _parsed(budget: int | float | str) -> int | float:
         budget = int(number * _UNITS[match[2]])
     if isinstance(budget, float) and not 0 < budget <= 1:
         raise _unusable(budget)
-    return budget
+    return budget if isinstance(budget, float) else int(budget)
 
 
 def _unusable(budget: object) -> InputError:

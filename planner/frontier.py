@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,7 @@ from graphs.ir import Graph
 from planner.bounds import least_bytes
 from planner.budget import resolve_budget
 from planner.pebbling import least_peak
-from planner.plan import check_numbers, check_options, solve, step_of
+from planner.plan import check_numbers, check_options, graph_of, solve, step_of
 from planner.result import Plan, Status
 from planner.schedule import Schedule, computes, in_graph_order, keep_all
 from planner.simulate import simulate
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 def plans(
     model: nn.Module | Step | Graph,
-    budgets: Sequence[int | float | str],
+    budgets: Sequence[int | float | str] | int | float | str,
     *,
     method: str = "cutting_stages",
     gap: float = 0.005,
@@ -39,15 +39,22 @@ def plans(
 
     Nor has it a larger bound, unless the plan for a smaller one has another order of first executions than the graph.
 
-    model, budgets  as for ``plan``; further options: its inputs, loss, costs, device and autocast, and those of the method
+    model, budgets  as for ``plan``, of the latter several or one; further options: its inputs, loss, costs, device and autocast,
+                    and those of the method
     time_limit_s    for each budget
     done            called with each plan as it is found, smallest budget first
+
+    The schedules are those of ``solve``: unlike ``plan``, which then looks for another, this takes one that is too tight for two
+    halves (``Plan.module``) where it costs least, or a larger budget could cost more than a smaller one.
 
     Budgets are solved from the smallest up, each starting from the plan before, which fits it too. A bound proved for a budget
     holds for all smaller ones: these are handed down at the end. Nothing is raised for a budget that cannot be had: its Plan
     has no schedule, and its status says what is known. Ctrl-C ends the budget that is being solved with its best so far, and
     the rest without solving: a plan for a smaller budget stands in for each.
     """
+    budgets = [budgets] if isinstance(budgets, int | float | str) else budgets
+    if not isinstance(budgets, Iterable):
+        raise InputError(f"plans takes a list of budgets, not {budgets!r}")
     capture = {name: options.pop(name) for name in ("inputs", "loss", "costs", "device", "autocast") if name in options}
     target = step_of(model, **capture)
     graph = target if isinstance(target, Graph) else target.graph
@@ -119,7 +126,7 @@ class MinBudget:
     interrupted: bool = False
 
 
-def min_budget(graph: Graph, *, time_limit_s: float = 30.0, within: float = 0.01, seed: int = 0) -> MinBudget:
+def min_budget(target: Step | Graph, *, time_limit_s: float = 30.0, within: float = 0.01, seed: int = 0) -> MinBudget:
     """The smallest budget with a schedule in hand, and a proved minimum that holds for schedules in any order.
 
     A backward search (``planner.pebbling``) proves the minimum, and often comes with a schedule that attains it. Else list walks
@@ -129,7 +136,12 @@ def min_budget(graph: Graph, *, time_limit_s: float = 30.0, within: float = 0.01
     time_limit_s  for all of it: at most a third for what is proved, half for walks and searches, a tenth for each solve. Ctrl-C
                   stops at once. Either way the best so far is returned
     within        stop where two budgets are this close, relatively
+
+    Raises InputError for what is neither Step nor Graph, and for a limit or a ``within`` that is none.
     """
+    graph = graph_of(target, "min_budget")
+    if isinstance(within, bool) or not isinstance(within, int | float) or not 0 <= within < 1:
+        raise InputError(f"within must be at least 0 and below 1 (0.01 is one per cent), not {within!r}")
     check_options({"time_limit_s": time_limit_s, "seed": seed})
     check_numbers(graph)
     deadline = time.perf_counter() + time_limit_s

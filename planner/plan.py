@@ -55,7 +55,7 @@ def plan(
 
     model         an ``nn.Module`` (its training step is captured first), or a Step or Graph captured before
     budget        bytes (int, "6GiB") or a share of the keep-all peak (float in (0, 1]); counts everything the step holds
-    inputs, loss  see ``graphs.capture.capture``; only for a module
+    inputs, loss  see ``graphs.capture.capture``; as the costs, device and autocast only for a module
     costs         "roofline" (modelled; needs no device), "measured" (every distinct op timed on the device, with what
                   it allocates beside its outputs), or "auto": measured on CUDA, where workspace counts, else roofline
     gap           stop when (time - bound) / time is at most this
@@ -309,14 +309,23 @@ def step_of(
     device: str | torch.device | None = None,
     autocast: torch.dtype | None = None,
 ) -> Step | Graph:
-    """Capture a module and price its ops; a Step or Graph is taken as it is."""
-    if isinstance(model, Graph):
-        return model
-    from graphs.capture import Step, capture
+    """Capture a module and price its ops; a Step or Graph is taken as it is. Raises InputError for options it has no use for."""
+    if not isinstance(model, Graph):
+        from graphs.capture import Step, capture
 
-    if isinstance(model, Step):
-        return model
-    return with_costs(capture(model, inputs, loss=loss, device=device, autocast=autocast), costs)
+        if not isinstance(model, Step):
+            return with_costs(capture(model, inputs, loss=loss, device=device, autocast=autocast), costs)
+    of_models = {
+        "inputs": inputs,
+        "loss": loss,
+        "device": device,
+        "autocast": autocast,
+        "costs": None if costs == "auto" else costs,
+    }
+    for name, option in of_models.items():
+        if option is not None:
+            raise InputError(f"{name}= has no meaning for {_a(model)}, which is captured and has its costs; it is for a model")
+    return model
 
 
 def copied_bytes_of(target: Step | Graph) -> int | None:

@@ -168,6 +168,8 @@ class Plan:
             raise BudgetExceeded(error.op, error.asked_bytes, error.budget_bytes, why) from None
 
     def _module(self, step: Step, schedule: Schedule, *, cuda_graph: bool, replan: bool | Mapping[str, Any]) -> PlannedModule:
+        if not isinstance(replan, bool | Mapping):
+            raise InputError(f"replan must be True, False or a dict of options for plan, not {replan!r}")
         if replan is not False:
             if cuda_graph:
                 raise InputError("replan and cuda_graph exclude each other: every shape would keep memory of its own")
@@ -204,10 +206,12 @@ class Plan:
 def load_plan(path: str | os.PathLike[str], graph: Graph | Step) -> Plan:
     """Read a plan for ``graph``; time and peak are simulated anew.
 
-    Raises GraphMismatch where the plan was made for another graph, InputError where the file is damaged.
+    Raises GraphMismatch where the plan was made for another graph, InputError where the file is damaged or ``graph`` is none.
     """
+    from planner.plan import graph_of  # here, since that imports this file
+
     step = None if isinstance(graph, Graph) else graph
-    graph = graph if isinstance(graph, Graph) else graph.graph
+    graph = graph_of(graph, "load_plan")
     content = read_json(path, schema=SCHEMA)
     try:
         if content["fingerprint"] != graph.fingerprint():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from graphs import InputError
@@ -40,10 +41,13 @@ PEAK = 1_000_003
         ("1.0", PEAK),
         ("1", PEAK),
         (1e-6, 1),
+        (np.int64(7), 7),
+        (np.float64(0.5), 500_001),
     ],
 )
 def test_budgets_in_bytes(budget: int | float | str, size_bytes: int) -> None:
-    assert resolve_budget(budget, PEAK) == size_bytes
+    found = resolve_budget(budget, PEAK)
+    assert found == size_bytes and type(found) is int
 
 
 @pytest.mark.parametrize(

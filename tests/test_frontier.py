@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 import pytest
@@ -104,3 +105,15 @@ def test_interrupting_plans_leaves_a_plan_for_every_budget_and_says_so() -> None
 def test_plans_wants_a_budget() -> None:
     with pytest.raises(InputError, match="at least one budget"):
         plans(chain(3), [])
+    with pytest.raises(InputError, match="a list of budgets, not None"):
+        plans(chain(3), None)  # type: ignore[arg-type]
+    assert [one.budget_bytes for one in plans(chain(3), "3B")] == [3]
+    assert [one.budget_bytes for one in plans(chain(3), 1.0)] == [5]
+
+
+def test_min_budget_wants_a_graph_and_a_share() -> None:
+    with pytest.raises(InputError, match=r"min_budget takes a captured Step or a Graph, not a list"):
+        min_budget([])  # type: ignore[arg-type]
+    for within in (-0.1, 1.0, math.nan, "1 %", None):
+        with pytest.raises(InputError, match="within must be at least 0 and below 1"):
+            min_budget(chain(3), within=within)  # type: ignore[arg-type]

@@ -6,8 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
 from graphs import Graph, GraphMismatch, InfeasibleBudget, InputError, InvalidSchedule, NoScheduleFound, Op, Value
+from graphs.capture import capture
 from graphs.synthetic import linear_network, random_training
 from online import run
 from planner import Compute, Status, keep_all, load_plan, min_budget, plan, simulate, solve
@@ -162,6 +164,21 @@ def test_unusable_options_are_refused(ladder: Graph, option: dict[str, object]) 
         solve(ladder, 30, **option)
 
 
+@pytest.mark.parametrize(
+    "option",
+    [{"inputs": torch.ones(1)}, {"loss": torch.sum}, {"device": "cpu"}, {"autocast": torch.bfloat16}, {"costs": "measured"}],
+)
+def test_what_is_for_models_is_refused_for_what_is_captured(ladder: Graph, option: dict[str, object]) -> None:
+    model = nn.Linear(2, 2)
+    step = capture(model, torch.ones(2, 2), loss=lambda y: y.sum())
+    for target, kind in ((ladder, "Graph"), (step, "Step")):
+        with pytest.raises(InputError, match=rf"{next(iter(option))}= has no meaning for a {kind}, .* it is for a model"):
+            plan(target, 1.0, **option)  # type: ignore[arg-type]
+    assert min_budget(step).works_bytes == min_budget(step.graph).works_bytes
+    with pytest.raises(InputError, match=r"replan must be True, False or a dict of options for plan, not 3"):
+        plan(step, 1.0).module(replan=3)  # type: ignore[arg-type]
+
+
 def test_an_invalid_start_is_the_callers_mistake(ladder: Graph) -> None:
     with pytest.raises(InvalidSchedule, match="b reads value 0"):
         plan(ladder, 30, start=(Compute(1),))
@@ -202,6 +219,8 @@ def test_a_saved_plan_is_for_its_graph_only(ladder: Graph, tmp_path) -> None:  #
     slower = ladder.with_costs([6, 50, 5, 5, 5])
     with pytest.raises(GraphMismatch, match="plan again"):
         load_plan(tmp_path / "plan.json", slower)
+    with pytest.raises(InputError, match=r"load_plan takes a captured Step or a Graph, not a Linear"):
+        load_plan(tmp_path / "plan.json", nn.Linear(2, 2))  # type: ignore[arg-type]
 
 
 def test_plan_of_a_graph_has_nothing_to_train(ladder: Graph) -> None:
