@@ -248,7 +248,7 @@ def _refusal(name: str, error: Exception) -> CaptureError:
         return CaptureError(
             f"{name} changes a tensor in place that is neither parameter nor buffer; make it one with register_buffer"
         )
-    return CaptureError(f"{name} cannot be traced: {type(error).__name__}: {_first_line(error)}{_place(error)}")
+    return CaptureError(f"{name} cannot be traced: {told(error)}")
 
 
 class _Constants(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -285,11 +285,16 @@ class _Constants(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
+def told(error: Exception) -> str:
+    """An error of somebody else's code, in one line: what it is, and where it comes from."""
+    return f"{type(error).__name__}: {_first_line(error)}{_place(error)}"
+
+
 def _place(error: Exception) -> str:
     """Where in the model or its libraries an error comes from, for a message."""
     ours = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if not frame.filename.startswith(ours):
+        if not frame.filename.startswith((*ours, "<frozen")):  # the last are imports
             return f", at {frame.filename.rpartition('site-packages/')[2]}:{frame.lineno}: {frame.line}"
     return ""
 

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from graphs.errors import InputError, check_positive
 from graphs.torch_private import tree_map_only
+from graphs.tracing import told
 
 Built = tuple[nn.Module, Any, Callable[..., Tensor] | None]
 
@@ -183,7 +184,7 @@ def _imported(path: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except Exception as error:
         del sys.modules[name]
-        raise InputError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
+        raise InputError(f"{path} cannot be imported: {told(error)}") from error
     return module
 
 
@@ -198,7 +199,7 @@ def _called(name: str, function: Callable[..., Any], asked: Mapping[str, int], d
     try:
         built = function(**taken)
     except Exception as error:
-        raise InputError(f"{name} failed: {type(error).__name__}: {error}") from error
+        raise InputError(f"{name} failed: {told(error)}") from error
     if not isinstance(built, tuple) or len(built) not in (2, 3):
         raise InputError(f"{name} must return (model, inputs) or (model, inputs, loss), not {_shown(built)}")
     if not isinstance(built[0], nn.Module):

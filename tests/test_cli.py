@@ -335,6 +335,9 @@ def test_a_plan_too_tight_to_train_with_is_told(tmp_path: Path, capsys: pytest.C
     [
         ("raise SystemExit(7)", "called sys.exit(7)"),
         ("return nn.Linear(4, 4), torch.empty(2**60), None", "memory"),
+        ("raise ValueError('not\\nthis')", "mine.py:make failed: ValueError: not, at "),
+        ("int(\n'x')", "mine.py:4: int("),
+        ("return 1 +", "mine.py cannot be imported: SyntaxError: invalid syntax (mine.py, line 4)\n"),
     ],
 )
 def test_a_users_function_that_ends_or_bursts(
