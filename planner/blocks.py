@@ -21,6 +21,7 @@ from planner.list_walk import ListWalk
 from planner.milp import Outcome
 from planner.schedule import Compute, keep_all, with_frees
 from planner.simulate import Trace, simulate
+from planner.spans import add_spans
 from planner.stage_cuts import fitting_walk, missing
 from planner.stage_model import StageCut, stage_model, with_end
 
@@ -185,6 +186,7 @@ class BlockSolver:
             counted = [(k, graph.values[x].size_bytes / unit) for x, k in keep.items() if graph.producer[x] != block.stop]
             model.milp.at_most(saved_bytes / unit, counted)
             gap = STILL_EXACT * graph.keep_all_time_ns / model.unit_ns
+            add_spans(model)
             answer = model.milp.minimise(time_limit_s=max(0.01, deadline - time.perf_counter()), gap=gap, seed=self.seed)
             self.cut_short |= answer.outcome is Outcome.STOPPED
             if answer.values is None:

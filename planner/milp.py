@@ -14,10 +14,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+
+T = TypeVar("T")
 
 GRACE_SHARE, GRACE_S = 0.05, 0.5  # a solve that much later than its time limit is left behind
 
@@ -38,12 +41,14 @@ class Answer:
     values  one per variable, None where no solution was found
     cost    of ``values``, infinite without
     bound   no solution costs less (-inf where nothing was proved)
+    duals   of a relaxation, one per row that it had
     """
 
     outcome: Outcome
     values: list[float] | None
     cost: float
     bound: float
+    duals: list[float] | None = None
 
 
 @dataclass(slots=True)
@@ -121,37 +126,68 @@ class Milp:
         """
         proto = self.proto()
         began = time.perf_counter()
-        result = _run(proto, _parameters(time_limit_s, gap, cutoff, node_limit, seed), time_limit_s, meanwhile)
+        parameters = _parameters(time_limit_s, gap, cutoff, node_limit, seed)
+        result = _run(partial(_highs, proto, parameters), time_limit_s, meanwhile)
         if _infeasible(result):
             # HiGHS's presolve has called feasible models infeasible, so its word is asked for again without presolve.
             left_s = time_limit_s - (time.perf_counter() - began)
             again = _parameters(left_s, gap, cutoff, node_limit, seed, presolve=False)
-            result = _run(proto, again, left_s) if left_s > 0 else None
+            result = _run(partial(_highs, proto, again), left_s) if left_s > 0 else None
         if result is None:
             return Answer(Outcome.STOPPED, None, math.inf, -math.inf)
         return self._answer(result, cutoff)
 
-    def relax(self, *, time_limit_s: float, meanwhile: Callable[[threading.Event], None] | None = None) -> Answer:
+    def relax(
+        self,
+        *,
+        time_limit_s: float,
+        more: Callable[[list[float]], bool] | None = None,
+        meanwhile: Callable[[threading.Event], None] | None = None,
+    ) -> Answer:
         """Solve without asking for integers, with GLOP; on these models it is faster than HiGHS by up to a factor of seven.
+
+        more  called with the solution, on the solver's thread; may add rows, and says whether to solve again, from that solution
+              on. The last solution that was found in time counts
 
         The bound is that of the duals, made feasible, so it holds whatever the solver's tolerances; INFEASIBLE is its word alone.
         ``meanwhile`` as above.
         """
-        from ortools.math_opt import result_pb2
-
+        deadline = time.perf_counter() + time_limit_s
         proto = self.proto()
         proto.variables.integers[:] = [False] * len(self.cost)
-        result = _run(proto, limited(time_limit_s), time_limit_s, meanwhile, relaxed=True)
-        if result is not None and _infeasible(result):
-            return Answer(Outcome.INFEASIBLE, None, math.inf, math.inf)
-        if result is None or result.termination.reason != result_pb2.TERMINATION_REASON_OPTIMAL:
-            return Answer(Outcome.STOPPED, None, math.inf, -math.inf)
-        solution = result.solutions[0]
+        answer = _run(partial(self._relax, proto, deadline, more), time_limit_s, meanwhile)
+        return Answer(Outcome.STOPPED, None, math.inf, -math.inf) if answer is None else answer
+
+    def _relax(self, proto: Any, deadline: float, more: Callable[[list[float]], bool] | None, left: threading.Event) -> Answer:
+        from ortools.math_opt import callback_pb2, model_parameters_pb2, parameters_pb2, result_pb2
+        from ortools.math_opt.core.python import solver
+
+        glop = solver.new(parameters_pb2.SOLVER_TYPE_GLOP, proto, parameters_pb2.SolverInitializerProto())
+        answer = Answer(Outcome.STOPPED, None, math.inf, -math.inf)
+        while True:
+            parameters = limited(deadline - time.perf_counter())
+            if more is not None:  # new rows leave the duals feasible, and the solver's own preprocessing would begin anew
+                parameters.glop.use_dual_simplex = True
+                parameters.glop.use_preprocessing = False
+            registration = callback_pb2.CallbackRegistrationProto()
+            result = glop.solve(parameters, model_parameters_pb2.ModelSolveParametersProto(), None, registration, None, None)
+            if _infeasible(result):
+                return Answer(Outcome.INFEASIBLE, None, math.inf, math.inf)
+            if result.termination.reason != result_pb2.TERMINATION_REASON_OPTIMAL:
+                return answer
+            answer = self._relaxed(result.solutions[0])
+            rows, entries = len(self.row_lower), len(self.entries)
+            assert answer.values is not None
+            if more is None or time.perf_counter() >= deadline or left.is_set() or not more(answer.values):
+                return answer
+            glop.update(self._added(rows, entries))
+
+    def _relaxed(self, solution: Any) -> Answer:
         values = list(solution.primal_solution.variable_values.values)
         duals = np.zeros(len(self.row_lower))
         duals[list(solution.dual_solution.dual_values.ids)] = list(solution.dual_solution.dual_values.values)
         cost = self.cost_of(values)
-        return Answer(Outcome.SOLVED, values, cost, min(self._dual_bound(duals), cost))
+        return Answer(Outcome.SOLVED, values, cost, min(self._dual_bound(duals), cost), duals.tolist())
 
     def _dual_bound(self, duals: npt.NDArray[np.float64]) -> float:
         """Least value of the Lagrangian over the bounds of the variables: a lower bound for any duals."""
@@ -177,14 +213,26 @@ class Milp:
         proto.variables.integers.extend(self.integer)
         proto.objective.linear_coefficients.ids.extend(range(count))
         proto.objective.linear_coefficients.values.extend(self.cost)
-        proto.linear_constraints.ids.extend(range(len(self.row_lower)))
-        proto.linear_constraints.lower_bounds.extend(self.row_lower)
-        proto.linear_constraints.upper_bounds.extend(self.row_upper)
-        rows, columns, coefficients = zip(*sorted(self.entries), strict=True) if self.entries else ((), (), ())
-        proto.linear_constraint_matrix.row_ids.extend(rows)
-        proto.linear_constraint_matrix.column_ids.extend(columns)
-        proto.linear_constraint_matrix.coefficients.extend(coefficients)
+        self._write_rows(proto.linear_constraints, proto.linear_constraint_matrix, 0, 0)
         return proto
+
+    def _added(self, rows: int, entries: int) -> Any:
+        """What is there beyond so many rows and entries, as OR-Tools takes it."""
+        from ortools.math_opt import model_update_pb2
+
+        update = model_update_pb2.ModelUpdateProto()
+        self._write_rows(update.new_linear_constraints, update.linear_constraint_matrix_updates, rows, entries)
+        return update
+
+    def _write_rows(self, sides: Any, matrix: Any, first_row: int, first_entry: int) -> None:
+        sides.ids.extend(range(first_row, len(self.row_lower)))
+        sides.lower_bounds.extend(self.row_lower[first_row:])
+        sides.upper_bounds.extend(self.row_upper[first_row:])
+        added = self.entries[first_entry:]
+        rows, columns, coefficients = zip(*sorted(added), strict=True) if added else ((), (), ())
+        matrix.row_ids.extend(rows)
+        matrix.column_ids.extend(columns)
+        matrix.coefficients.extend(coefficients)
 
     def _answer(self, result: Any, cutoff: float) -> Answer:
         from ortools.math_opt import result_pb2
@@ -269,58 +317,59 @@ def _wait() -> None:
         done.wait()
 
 
+def _highs(proto: Any, parameters: Any, left: threading.Event) -> Any:
+    """What HiGHS says of a model; None where it gives up over its numerics."""
+    # Imported here because Ctrl-C only reaches the main thread: in the middle of it, it would end in an ImportError.
+    from ortools.math_opt import callback_pb2, model_parameters_pb2, parameters_pb2
+    from ortools.math_opt.core.python import solver
+
+    return solver.solve(
+        proto,
+        parameters_pb2.SOLVER_TYPE_HIGHS,
+        parameters_pb2.SolverInitializerProto(),
+        parameters,
+        model_parameters_pb2.ModelSolveParametersProto(),
+        None,
+        callback_pb2.CallbackRegistrationProto(),
+        None,
+        None,
+    )
+
+
 def _run(
-    proto: Any,
-    parameters: Any,
-    time_limit_s: float,
-    meanwhile: Callable[[threading.Event], None] | None = None,
-    *,
-    relaxed: bool = False,
-) -> Any:
-    """Solve with HiGHS, relaxed with GLOP, on a daemon thread.
+    solve: Callable[[threading.Event], T], time_limit_s: float, meanwhile: Callable[[threading.Event], None] | None = None
+) -> T | None:
+    """Solve on a daemon thread. ``solve`` gets the event that says its caller has left.
 
     It is left behind on Ctrl-C, and where the solver does not look at its clock (in presolve, say). None then, and where it
     gives up over its numerics.
     """
     late = time.perf_counter() + (1 + GRACE_SHARE) * time_limit_s + GRACE_S
-    results: list[Any] = []
+    results: list[T] = []
     errors: list[BaseException] = []
     done = threading.Event()  # and not Thread.join: interrupted, that takes a running thread for dead (Python 3.11)
+    left = threading.Event()
 
     def work() -> None:
         try:
-            # Imported here because Ctrl-C only reaches the main thread: in the middle of it, it would end in an ImportError.
-            from ortools.math_opt import callback_pb2, model_parameters_pb2, parameters_pb2
-            from ortools.math_opt.core.python import solver
-
-            results.append(
-                solver.solve(
-                    proto,
-                    parameters_pb2.SOLVER_TYPE_GLOP if relaxed else parameters_pb2.SOLVER_TYPE_HIGHS,
-                    parameters_pb2.SolverInitializerProto(),
-                    parameters,
-                    model_parameters_pb2.ModelSolveParametersProto(),
-                    None,
-                    callback_pb2.CallbackRegistrationProto(),
-                    None,
-                    None,
-                )
-            )
+            results.append(solve(left))
         except BaseException as error:  # handed to the caller below
             errors.append(error)
         finally:
             done.set()
 
-    thread = threading.Thread(target=work, name="highs", daemon=True)
+    thread = threading.Thread(target=work, name="solver", daemon=True)
     try:
         thread.start()
         if meanwhile is not None:
             meanwhile(done)
         while not done.wait(0.1):
             if time.perf_counter() > late:
+                left.set()
                 leave_behind(done)
                 return None
     except BaseException:
+        left.set()
         leave_behind(done)
         raise
     if errors:

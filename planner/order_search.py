@@ -18,12 +18,14 @@ from planner.annealing import MEND, ROUNDS, Annealer, Round, anneal, useful
 from planner.incumbent import Incumbent
 from planner.loading import walk_search
 from planner.schedule import computes, first_runs, in_graph_order, with_frees
+from planner.spans import SpanRow, relax
 from planner.stage_cuts import fitting_walk, missing, tightest
 from planner.stage_model import StageCut, stage_model, with_end
 
 MOVES, MORE_MOVES = 8_000_000, 500_000  # of the first annealing; of one from a walk: many short ones find more than few long ones
 EVENTS, NEW_EVENTS = 5, 2  # of a stage model whose solution is walked, at least; added at a time, at most
 TINY_SHARE = 1e-3  # of the budget, for values without variables
+LEAST_RISE = 1e-4  # of the keep-all time: rows on spans that raise the relaxation's cost by less are the last ones
 # Shares of the budget for which the stage model chooses re-runs, in turn while the order stays: less leaves less to mend, which
 # counts most until something fits.
 SHARES, FITTING_SHARES = (1.0, 0.98, 0.96), (0.98, 0.95, 1.0)
@@ -104,10 +106,15 @@ def _walks(
     first = tightest(ordered)
     for share in shares:
         target_bytes = int(share * budget_bytes)
-        events, cuts, found = [first], list[StageCut](), list[int]()
+        events, cuts, rows, found = [first], list[StageCut](), list[SpanRow](), list[int]()
         while time.perf_counter() < deadline:
             model = stage_model(closed, target_bytes, events, cuts, tiny_share=TINY_SHARE)
-            answer = model.milp.relax(time_limit_s=deadline - time.perf_counter())
+            answer, rows = relax(
+                model,
+                rows,
+                time_limit_s=deadline - time.perf_counter(),
+                least_rise=LEAST_RISE * graph.keep_all_time_ns / model.unit_ns,
+            )
             if answer.values is None:
                 break
             found = fitting_walk(model, answer, ordered, target_bytes)

@@ -6,7 +6,6 @@ use`` means: by an op that runs for the first time in the stage.
 
     K[j, x] ∈ {0, 1}   value x is in memory when t_j has just run, its inputs not yet freed
     R[j, v] ∈ {0, 1}   op v ≤ t_j runs again in stage j
-    Z[i, j, v] ∈ [0, 1]  op v ≤ t_i runs again in some of the stages i … j; Z[j, j, v] is R[j, v]
     C[j, x] ∈ [0, 1]   value x stays in memory all the stage long
     A[j, v] ∈ {0, 1}   op v runs at least twice in stage j (where a cut says something about it); costs time(v) once more
 
@@ -16,7 +15,6 @@ use`` means: by an op that runs for the first time in the stage.
     first use  K[j, x] + R[j, prod(x)] ≥ 1          x made by t_j or before
     re-use     K[j, x] + R[j, prod(x)] ≥ R[j, v]    x an input of v
     carry      K[j, x] + R[j, prod(x)] ≥ K[j+1, x]  x made by t_j or before
-    spans      Z[i, j, v] ≤ Z[i, j-1, v] + R[j, v]; first use, re-use and carry for K[i], Z[i, j], K[j+1] too
     cuts       Σ bytes(x) · C[j, x] + peak · Y + resident ≤ budget     over x that ``peak`` does not count, see ``StageCut``
                Y ≥ 1 − the number of facts that do not hold
                C[j, x] ≥ K[j+1, x] − R[j, prod(x)];  C[j, x] ≥ 1 − R[j, prod(x)] where t_{j+1} reads x
@@ -26,8 +24,7 @@ out, and with cuts for what happens between events. Every schedule with this ord
 the optimum bounds its extra time from below, for any events and cuts. (Checkmate's own rows for memory between two first
 executions hold where every op runs again at most once there, in op order.)
 
-The spans say nothing new about whole numbers. Without them the LP re-runs an op by halves in two stages and asks only
-for half of its inputs each time, so that more events make it weaker; with them it is no weaker than each event alone.
+Its relaxation needs rows on several stages in a row as well, and so does whoever solves it (``planner.spans``).
 
 What cannot matter has no variable: an op with an effect has no R; a value that nothing after t_j can need, not even through
 re-runs, no K. Values that are tiny even all together count as kept for free (the bound stays a bound). Where there are no
@@ -45,8 +42,6 @@ from planner.milp import Answer, Milp
 
 SCALE = 1e6  # times and bytes are divided so that totals are about this; HiGHS works to an absolute 1e-6
 TINY = 1e-5  # share of the budget that all values without variables may take together where the last bit of a bound counts
-
-SPAN_VARIABLES = 15_000  # Z variables of one model at most; the longest spans come first, then the shortest
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +81,8 @@ class StageModel:
 
     keep, rerun  for each stage, the variable number of each value's K and of each op's R
     twice        and of the A of ops that cuts say something about
+    memory       the number of each event's memory row
+    spans        from stage to stage, those that have variables (``planner.spans``)
     tiny         values without variables because of their size
     unit_ns      nanoseconds per unit of cost
     """
@@ -96,6 +93,8 @@ class StageModel:
     keep: tuple[dict[int, int], ...]
     rerun: tuple[dict[int, int], ...]
     twice: tuple[dict[int, int], ...]
+    memory: list[int]
+    spans: set[tuple[int, int]]
     tiny: frozenset[int]
     unit_ns: float
 
@@ -142,22 +141,25 @@ def stage_model(
         for makers in (sorted({producer[x] for x in need}) for need in needed)
     )
     twice: tuple[dict[int, int], ...] = tuple({} for _ in events)
-    model = StageModel(graph, tuple(events), milp, keep, rerun, twice, tiny, unit_ns)
+    model = StageModel(graph, tuple(events), milp, keep, rerun, twice, [], set(), tiny, unit_ns)
 
     for j, t in enumerate(events):
         # What runs at t_j and is dead afterwards has no variable, but is there.
         dead = sum(size[x] for x in running[j] - needed[j])
         fixed = graph.resident_bytes + graph.ops[t].workspace_bytes + dead
+        model.memory.append(len(milp.row_lower))
         milp.at_most((budget_bytes - fixed) / unit_bytes, [(k, size[x] / unit_bytes) for x, k in keep[j].items()])
-        _use_and_carry(model, j, j, rerun[j])
-    _spans(model)
+        use_and_carry(model, j, j, rerun[j])
     for w in sorted({cut.w for cut in cuts}):
         _cut(model, w, [cut for cut in cuts if cut.w == w], budget_bytes, unit_bytes)
     return model
 
 
-def _use_and_carry(model: StageModel, i: int, j: int, again: dict[int, int]) -> None:
-    """First use, re-use and carry of the stages ``i`` to ``j`` taken as one; ``again`` is R or Z. First use implies the rest."""
+def use_and_carry(model: StageModel, i: int, j: int, again: Mapping[int, int]) -> None:
+    """First use, re-use and carry of the stages ``i`` to ``j`` taken as one. First use implies the rest.
+
+    again  variables of ops: whether they run again in some of these stages
+    """
     graph, milp, keep = model.graph, model.milp, model.keep[i]
     is_last = j + 1 == len(model.events)
     until = len(graph.ops) - 1 if is_last else model.events[j + 1]
@@ -173,33 +175,6 @@ def _use_and_carry(model: StageModel, i: int, j: int, again: dict[int, int]) -> 
         for x, later in model.keep[j + 1].items():
             if x in keep and x not in used:
                 milp.at_least(0.0, have[x], [later])
-
-
-def _spans(model: StageModel) -> None:
-    """Tighten the LP: what holds for one stage holds for several in a row."""
-    count = len(model.events)
-    spans = sorted(
-        ((i, j) for i in range(count) for j in range(i + 1, count)), key=lambda s: (s[1] < count - 1, s[1] - s[0], s[0])
-    )
-    room = SPAN_VARIABLES
-    chosen: set[tuple[int, int]] = set()
-    for i, j in spans:
-        room -= len(model.rerun[i])
-        if room < 0:
-            break
-        chosen.add((i, j))
-    for i in range(count):
-        shorter = {v: [r] for v, r in model.rerun[i].items()}  # what Z up to the stage before may not exceed
-        for j in range(i + 1, count):
-            for v, parts in shorter.items():
-                if v in model.rerun[j]:
-                    parts.append(model.rerun[j][v])
-            if (i, j) in chosen:
-                span = {v: model.milp.fraction() for v in shorter}
-                for v, z in span.items():
-                    model.milp.at_least(0.0, shorter[v], [z])
-                _use_and_carry(model, i, j, span)
-                shorter = {v: [z] for v, z in span.items()}
 
 
 def _cut(model: StageModel, w: int, cuts: Sequence[StageCut], budget_bytes: int, unit_bytes: float) -> None:

@@ -230,14 +230,15 @@ def test_second_events_stay_where_they_raise_the_bound(helps: bool, monkeypatch:
     asked: list[tuple[int, ...]] = []
     whole = cutting_stages._relax
 
-    def relax(search: Any, model: Any, latest: Any) -> Any:
-        answer = whole(search, model, latest)
-        search.stalled = 0 if helps else 1
-        asked.append(model.events)
+    def relax(search: Any, *arguments: Any) -> Any:
+        answer = whole(search, *arguments)
+        search.stalled, search.climbed = 0 if helps else 1, 0.0
+        asked.append(arguments[0].events)
         return answer
 
     monkeypatch.setattr(cutting_stages, "SAT_VARIABLES", 0)
     monkeypatch.setattr(cutting_stages, "PARTS", 1.0)
+    monkeypatch.setattr(cutting_stages, "MOST_PARTS", 1.0)
     monkeypatch.setattr(cutting_stages, "_relax", relax)
     solve(chain(40), 8, gap=0.0, time_limit_s=4)
     gone = set(asked[0]).difference(*asked[1:])

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from graphs.ir import Graph
 from planner.annealing import LAST
@@ -30,6 +30,7 @@ from planner.order_search import anneal_on, search_orders
 from planner.pebbling import fitting, least_peak
 from planner.result import Plan
 from planner.schedule import Schedule, computes, first_runs, in_graph_order, keep_all, put_in_graph_order, renumbered, with_frees
+from planner.spans import SpanRow, add_spans, relax
 from planner.stage_cuts import LARGE, fitting_walk, missing, tightest
 from planner.stage_model import TINY, StageCut, StageModel, stage_model, walk, with_end
 
@@ -38,16 +39,23 @@ if TYPE_CHECKING:
 
 METHOD = "cutting_stages"
 SHRINK = (0.97, 0.94, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5)  # budgets of the one-event MILPs that list walks follow
-NEW_PER_ROUND = 2  # events added a round at most, fewer by one for each cut
+# Events added a round at most, fewer by one for each cut; after a relaxation that raised the bound by this share of its distance
+# to the incumbent more, up to so many variables, and those whose rows are slack go.
+NEW_PER_ROUND, STEEP, NEW_RELAXED, RELAXED_VARIABLES, SLACK = 2, 0.03, 4, 8_000, 1e-9
 # Ops that list walks run while a MILP is solved: about what it takes as long as, which grows with its variables, faster than they
 # do (without a backward pass much faster), but at first (easy budgets) and at most (hard ones) so many:
 WORK, WORK_VARIABLES, FIRST_WORK, MORE_WORK, MOST_WORK = 100_000, 1_000, 400_000, 4, 25_000_000
 ANNEALED = 2  # times as much, up to as many times the most, where most of it is annealing's
-RELAXED_WORK, ANNEALED_RELAXED = 500, 4_000  # while its relaxation is solved, which takes longer the larger it is; with annealing
+RELAXED_WORK, ANNEALED_RELAXED = (
+    2_000,
+    12_000,
+)  # while its relaxation is solved, which takes the longer the larger it is
 # Each relaxation may take this share of the time left. So many in a row that raise the bound by less than this share of its
 # distance to the incumbent, and a MILP is solved.
 RELAX_SHARE, STALLED, CLIMB = 0.6, 2, 0.005
-WHOLE, PARTS, FAR_AWAY = 0.01, 0.02, 0.05  # nearness to a whole number; share of variables that are not; of the keep-all time
+LEAST_RISE = 0.001  # and new rows on spans that raise it by less are the last ones
+# Nearness to a whole number; shares of variables that are not, where the bound stays and where it rises; of the keep-all time
+WHOLE, PARTS, MOST_PARTS, FAR_AWAY = 0.01, 0.02, 0.1, 0.05
 BEYOND_WORK = 100_000  # between two looks at the clock where a MILP takes longer
 # Blocks are tried after so many rounds, before a large MILP where the bound is this share of the keep-all time away, or at once
 # where nothing fits so far, for this share of the time that is left.
@@ -196,6 +204,7 @@ def _rounds(search: _Search) -> bool:
     events, cuts = [first], list[StageCut]()
     finest_ns = max(EXACT * search.gap, FINEST) * search.base
     sequence: list[int] = []
+    rows: list[SpanRow] = []
     refined = 0
     large, seconds = LARGE, list[int]()  # what overflow asks for second events; those of the round before
     tiny_share = max(TINY, min(MOST_TINY, TINY_GAP * search.gap))
@@ -208,13 +217,14 @@ def _rounds(search: _Search) -> bool:
             coarse = SAT_COARSE if _for_sat(model) else COARSE
             tolerance_ns = max(finest_ns, coarse * search.distance_ns * 0.1**refined)
         search.notes.update(events=len(events), cuts=len(cuts), rounds=round_)
-        answer = _relax(search, model, sequence) if round_ > 1 and not refined else None
+        answer, rows = _relax(search, model, rows, sequence, finest_ns) if round_ > 1 and not refined else (None, rows)
         if search.done(aim):
             return False
         relaxed = answer is not None
         if answer is None:
             if round_ > 1 and not cheap and search.distance_ns > BLOCKS_DISTANCE * search.base:
                 _blocks(search)  # a MILP may take long
+            add_spans(model)
             effort = CHEAP_EFFORT if search.closed() or (cheap and not refined) else math.inf
             answer = _minimise(search, model, tolerance_ns, aim, sequence, _work(search, model, round_), effort)
         if answer.outcome is Outcome.INFEASIBLE:
@@ -248,13 +258,15 @@ def _rounds(search: _Search) -> bool:
         if search.done(aim):
             return False
 
-        gone = []
+        gone, most = [], NEW_PER_ROUND
         if search.stalled:  # two events at once raise the bound no more than one would
             gone, large = seconds, math.inf
-        more_events, seconds, more_cuts = missing(
-            model, answer, graph, schedule, search.budget_bytes, cuts, NEW_PER_ROUND, large=large
-        )
-        events = sorted({*events, *more_events}.difference(gone))
+        elif relaxed and search.climbed > STEEP:
+            gone = _idle(model, answer)
+            most = NEW_RELAXED if len(model.milp.cost) <= RELAXED_VARIABLES else NEW_PER_ROUND
+        more_events, seconds, more_cuts = missing(model, answer, graph, schedule, search.budget_bytes, cuts, most, large=large)
+        gone = [t for t in gone if all(cut.w != t for cut in (*cuts, *more_cuts))]
+        events = sorted({*events, *more_events}.difference(gone)) or events
         cuts = [cut for cut in (*cuts, *more_cuts) if cut.w in events]
         if more_events or more_cuts:
             refined = 0
@@ -385,27 +397,45 @@ def _work(search: _Search, model: StageModel, round_: int) -> int:
     return min(work, usual) if search.trained else max(work, ANNEALED * min(usual, MOST_WORK))
 
 
-def _relax(search: _Search, model: StageModel, latest: Sequence[int]) -> Answer | None:
-    """Solve without asking for integers, and raise the bound; None where the MILP is to be solved.
+def _relax(
+    search: _Search, model: StageModel, rows: list[SpanRow], latest: Sequence[int], finest_ns: float
+) -> tuple[Answer | None, list[SpanRow]]:
+    """Solve without asking for integers, and raise the bound; None where the MILP is to be solved. Comes with rows on spans that
+    bind, for the next model.
 
     It takes a tenth of the MILP's time. Where most of its solution is whole, or the bound is far away, events for what that
     overflows, rounded, raise the bound as well. That nothing fits is for the MILP to say.
     """
     if not search.relaxes or search.stalled == STALLED or _for_sat(model):
         search.stalled = 0
-        return None
+        return None, rows
     before_ns = search.searched_ns
     until = time.perf_counter() + RELAX_SHARE * search.left_s
     work = (RELAXED_WORK if search.trained else ANNEALED_RELAXED) * (len(model.milp.cost) / WORK_VARIABLES) ** 3
-    answer = _alongside(search, model.milp.relax, latest, min(int(work), MOST_WORK), until, limited=False)
+    least_rise = max(finest_ns, LEAST_RISE * search.distance_ns) / model.unit_ns
+
+    def solve(**limits: Any) -> Answer:
+        nonlocal rows
+        answer, rows = relax(model, rows, least_rise=least_rise, **limits)
+        return answer
+
+    answer = _alongside(search, solve, latest, min(int(work), MOST_WORK), until, limited=False)
     search.raise_bound(model.bound_ns(answer), restricted=False)
-    search.stalled = 0 if search.searched_ns - before_ns > CLIMB * search.distance_ns else search.stalled + 1
-    search.relaxes = answer.values is not None and (
-        search.distance_ns > FAR_AWAY * search.base
-        or sum(min(x, 1 - x) > WHOLE for x, integer in zip(answer.values, model.milp.integer, strict=True) if integer)
-        <= PARTS * sum(model.milp.integer)
-    )
-    return answer if search.relaxes else None
+    search.climbed = (search.searched_ns - before_ns) / max(1.0, search.distance_ns)
+    search.stalled = 0 if search.climbed > CLIMB else search.stalled + 1
+    if answer.values is None:
+        search.relaxes = False
+        return None, rows
+    between = sum(min(x, 1 - x) > WHOLE for x, integer in zip(answer.values, model.milp.integer, strict=True) if integer)
+    share = 0.0 if search.distance_ns > FAR_AWAY * search.base else between / sum(model.milp.integer)
+    search.relaxes = share <= MOST_PARTS
+    return answer if share <= (PARTS if search.stalled else MOST_PARTS) else None, rows
+
+
+def _idle(model: StageModel, answer: Answer) -> list[int]:
+    """Events whose memory rows do not bind a relaxation: without them its optimum is the same."""
+    duals = answer.duals or []
+    return [t for t, row in zip(model.events, model.memory, strict=True) if row < len(duals) and abs(duals[row]) < SLACK]
 
 
 def _minimise(
@@ -491,6 +521,7 @@ class _Search(Incumbent):
     chained: bool = field(default=False, init=False)
     relaxes: bool = field(default=True, init=False)  # whether relaxations are worth their time
     stalled: int = field(default=0, init=False)  # how many of them in a row have hardly raised the bound
+    climbed: float = field(default=0.0, init=False)  # how far the last one raised it, as a share of what is left to the incumbent
     # What ``restricted_bound_ns`` is of, where that is not the graph's order.
     solved_order: list[int] = field(default_factory=list, init=False)
 

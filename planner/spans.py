@@ -1,0 +1,271 @@
+"""What holds for several stages in a row: rows that say nothing new about whole numbers, but much about fractions.
+
+An op that runs again by halves in two stages satisfies the rows of each stage with half of its inputs, so a relaxation with
+more events may be weaker than one with fewer. What cures that holds for the stages i to j taken as one: with z[v] ≤ 1 for
+"v runs again in some of them",
+
+    z[v] ≤ R[j, v] + z of the stages i to j - 1
+    K[i, x] + z[prod(x)] ≥ 1            x that an op reads which runs for the first time in these stages
+    K[i, x] + z[prod(x)] ≥ z[v]         x an input of v
+    K[i, x] + z[prod(x)] ≥ K[j+1, x]    x made by t_i or before
+
+A solver that branches is the faster for all of it (``add_spans``). A large relaxation is better off without the z: they can be
+chosen if and only if no path of this kind is too short. It begins with a value that is asked for and its K[i]. At an op it either
+pays the op's R in its last stage and goes on with the stages before that, or pays the K[i] of an input and goes on with the op
+that makes it; it ends where no stage is left, or at an op that cannot run again. What it has paid is at least 1, or the K[j+1]
+that asks:
+
+    f(v, j) = min( f(v, j - 1) + R[j, v],  min over inputs x of v:  K[i, x] + f(prod(x), j) ),   f(v, i - 1) = 0
+
+A few hundred of these rows bind where there are tens of thousands of z, and each says the same for other events and other
+cuts, as it names ops and values and not stages.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from threading import Event
+
+import numpy as np
+import numpy.typing as npt
+
+from planner.milp import Answer
+from planner.stage_model import StageModel, use_and_carry
+
+# z of one model at most, where a solver branches and in a relaxation; the longest spans come first, then the shortest
+SPAN_VARIABLES, FEW_VARIABLES = 15_000, 9_000
+BROKEN = 1e-3  # what a path may fall short by
+MOST_ROWS = 1_000  # added at a time, those that are broken most first; of one value at one event the first only
+WORST, FEW, PATIENCE = 0.3, 200, 3  # of more than these few, only what falls short by this share of the most
+
+
+def add_spans(model: StageModel) -> None:
+    """Give a model its spans, each with variables of its own; once."""
+    if model.spans:
+        return
+    count = len(model.events)
+    spans = sorted(
+        ((i, j) for i in range(count) for j in range(i + 1, count)), key=lambda s: (s[1] < count - 1, s[1] - s[0], s[0])
+    )
+    room = SPAN_VARIABLES
+    chosen = model.spans
+    for i, j in spans:
+        room -= len(model.rerun[i])
+        if room < 0:
+            break
+        chosen.add((i, j))
+    for i in range(count):
+        shorter = {v: [r] for v, r in model.rerun[i].items()}  # what z up to the stage before may not exceed
+        for j in range(i + 1, count):
+            for v, parts in shorter.items():
+                if v in model.rerun[j]:
+                    parts.append(model.rerun[j][v])
+            if (i, j) in chosen:
+                span = {v: model.milp.fraction() for v in shorter}
+                for v, z in span.items():
+                    model.milp.at_least(0.0, shorter[v], [z])
+                use_and_carry(model, i, j, span)
+                shorter = {v: [z] for v, z in span.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class SpanRow:
+    """A path: its K and R are together at least 1, or as much as a later K.
+
+    start   the event whose K are summed
+    kept    their values
+    runs    ops and the events between which their R are summed
+    wanted  value and event of the later K; None where an op reads the value that runs for the first time
+    """
+
+    start: int
+    kept: tuple[int, ...]
+    runs: tuple[tuple[int, int, int], ...]
+    wanted: tuple[int, int] | None
+
+
+def relax(
+    model: StageModel,
+    rows: Iterable[SpanRow] = (),
+    *,
+    time_limit_s: float,
+    least_rise: float = 0.0,
+    meanwhile: Callable[[Event], None] | None = None,
+) -> tuple[Answer, list[SpanRow]]:
+    """The relaxation of a model with its spans: with all of them where they are few, else with the rows on spans that matter.
+
+    rows        to begin with, as found for other models of the graph; those that bind come with the answer
+    least_rise  of the cost within so many solves, below which no other rows are looked for
+    """
+    count = len(model.events)
+    if sum((count - 1 - i) * len(rerun) for i, rerun in enumerate(model.rerun)) <= FEW_VARIABLES:
+        add_spans(model)
+        return model.milp.relax(time_limit_s=time_limit_s, meanwhile=meanwhile), list(rows)
+    spans = _Spans(model)
+    spans.add(rows)
+    costs: list[float] = []
+
+    def more(values: list[float]) -> bool:
+        costs.append(model.milp.cost_of(values))
+        is_flat = len(costs) > PATIENCE and costs[-1] - costs[-1 - PATIENCE] <= least_rise
+        return not is_flat and spans.add(spans.broken(values)) > 0
+
+    answer = model.milp.relax(time_limit_s=time_limit_s, more=more, meanwhile=meanwhile)
+    duals = answer.duals or []
+    return answer, [row for row, at in spans.rows.items() if at < len(duals) and duals[at] > 0]
+
+
+class _Spans:
+    """The rows on spans of one model.
+
+    rows  those that are in it, with their numbers
+    """
+
+    def __init__(self, model: StageModel) -> None:
+        self.model = model
+        self.rows: dict[SpanRow, int] = {}
+        graph, events = model.graph, model.events
+        self._ends = (*events[1:], len(graph.ops) - 1)  # of the stages
+        self._keep = np.full((len(events), len(graph.values)), -1)  # variables, -1 for none
+        self._rerun = np.full((len(events), len(graph.ops)), -1)
+        for j, (keep, rerun) in enumerate(zip(model.keep, model.rerun, strict=True)):
+            self._keep[j, list(keep)] = list(keep.values())
+            self._rerun[j, list(rerun)] = list(rerun.values())
+        is_kept = np.any(self._keep >= 0, axis=0)
+        self._ops = np.flatnonzero(np.any(self._rerun >= 0, axis=0)).tolist()
+        self._inputs = {v: [x for x in graph.ops[v].inputs if is_kept[x]] for v in self._ops}
+        self._asked = self._demands()
+
+    def _demands(self) -> tuple[npt.NDArray[np.int64], ...]:
+        """Spans i to j of two stages and more, values asked for in them, and the variable of the K that asks, -1 for a read."""
+        graph, count = self.model.graph, len(self.model.events)
+        first = np.full(self._keep.shape, count)  # the stage of the first read that is another op's first run
+        found: list[tuple[npt.NDArray[np.int64], ...]] = []
+
+        def ask(i: int, j: int, values: npt.NDArray[np.int64], wanted: npt.NDArray[np.int64]) -> None:
+            found.append((np.full(len(values), i), np.full(len(values), j), values, wanted))
+
+        can_rerun = np.array([v in self._inputs for v in graph.producer])
+        for i, (t, keep) in enumerate(zip(self.model.events, self.model.keep, strict=True)):
+            for x in keep:
+                readers = graph.consumers[x]
+                at = bisect_right(readers, t)
+                if at < len(readers):
+                    first[i, x] = int(np.searchsorted(self._ends, readers[at]))
+            for j in range(i + 1, count):
+                read = np.flatnonzero((self._keep[i] >= 0) & (first[i] == j) & can_rerun)
+                ask(i, j, read, np.full(len(read), -1))
+                if j + 1 < count:
+                    later = np.flatnonzero((self._keep[i] >= 0) & (self._keep[j + 1] >= 0) & (first[i] > j) & can_rerun)
+                    ask(i, j, later, self._keep[j + 1, later])
+        return tuple(np.concatenate(part) for part in zip(*found, strict=True)) if found else ()
+
+    def broken(self, values: list[float]) -> list[SpanRow]:
+        """Rows that a solution breaks, the worst first."""
+        if not self._asked:
+            return []
+        x = np.array([*values, 0.0, np.inf])
+        kept = x[np.where(self._keep < 0, len(values) + 1, self._keep)]
+        again = x[self._rerun]
+        again[self._rerun < 0] = 0.0
+        paid = self._paid(kept, again)
+        i, j, asked, wanted = self._asked
+        maker = np.array(self.model.graph.producer)[asked]
+        place = np.full(len(self.model.graph.ops), -1)
+        place[self._ops] = range(len(self._ops))
+        short = np.where(wanted < 0, 1.0, x[wanted]) - kept[i, asked] - paid[place[maker], i, j]
+        worst = np.argsort(-short, kind="stable")[: np.count_nonzero(short > BROKEN)]
+        rows: dict[tuple[int, int], SpanRow] = {}
+        for n in worst.tolist():
+            if len(rows) == MOST_ROWS or (len(rows) > FEW and short[n] < WORST * short[worst[0]]):
+                break
+            key = int(i[n]), int(asked[n])
+            if key not in rows:
+                rows[key] = self._path(kept, again, paid, place, int(i[n]), int(j[n]), int(asked[n]), wanted[n] >= 0)
+        return list(rows.values())
+
+    def _paid(self, kept: npt.NDArray[np.float64], again: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """f, by op, first and last stage. Within a span, f(v, j) = C(j) + min(-C(i - 1), min over l ≤ j: b(l) - C(l)) with sums C
+        of R over stages and b what the inputs cost."""
+        count = len(again)
+        graph = self.model.graph
+        place = {v: n for n, v in enumerate(self._ops)}
+        paid = np.zeros((len(self._ops), count, count))
+        stages = np.arange(count)
+        sums = np.cumsum(again, axis=0)
+        for n, v in enumerate(self._ops):
+            through = np.full((count, count), np.inf)
+            for x in self._inputs[v]:
+                maker = place.get(graph.producer[x])
+                np.minimum(through, kept[:, x, None] + (paid[maker] if maker is not None else 0.0), out=through)
+            through -= sums[:, v]
+            through[stages[:, None] > stages] = np.inf
+            through[stages, stages] = np.minimum(through[stages, stages], again[:, v] - sums[:, v])
+            paid[n] = sums[:, v] + np.minimum.accumulate(through, axis=1)
+        return paid
+
+    def _path(
+        self,
+        kept: npt.NDArray[np.float64],
+        again: npt.NDArray[np.float64],
+        paid: npt.NDArray[np.float64],
+        place: npt.NDArray[np.int64],
+        i: int,
+        j: int,
+        asked: int,
+        is_kept_later: bool,
+    ) -> SpanRow:
+        """The path that costs least from a value in a span on."""
+        graph, events = self.model.graph, self.model.events
+        wanted = (asked, events[j + 1]) if is_kept_later else None
+        values, runs = [asked], list[tuple[int, int, int]]()
+        v, last = graph.producer[asked], j
+        while j >= i:
+            before = paid[place[v], i, j - 1] if j > i else 0.0
+            inputs = [
+                (kept[i, x] + (paid[place[m], i, j] if place[m := graph.producer[x]] >= 0 else 0.0), x) for x in self._inputs[v]
+            ]
+            least, x = min(inputs, default=(np.inf, -1))
+            if before + again[j, v] <= least:
+                j -= 1
+                continue
+            if last > j:
+                runs.append((v, events[j + 1], self._ends[last]))
+            values.append(x)
+            v, last = graph.producer[x], j
+            if place[v] < 0:
+                break
+        if last > j:
+            runs.append((v, events[j + 1], self._ends[last]))
+        return SpanRow(events[i], tuple(values), tuple(runs), wanted)
+
+    def add(self, rows: Iterable[SpanRow]) -> int:
+        """Put rows into the model, those that speak of events which are there; how many are new."""
+        before = len(self.rows)
+        for row in rows:
+            if row not in self.rows and (terms := self._terms(row)) is not None:
+                self.rows[row] = len(self.model.milp.row_lower)
+                self.model.milp.at_least(0.0 if row.wanted is not None else 1.0, *terms)
+        return len(self.rows) - before
+
+    def _terms(self, row: SpanRow) -> tuple[list[int], list[int]] | None:
+        """Variables of a row, those that are subtracted apart; None where the model has not got them."""
+        model = self.model
+        at = {t: j for j, t in enumerate(model.events)}
+        if row.start not in at:
+            return None
+        keep = model.keep[at[row.start]]
+        if any(x not in keep for x in row.kept):
+            return None
+        plus, minus = [keep[x] for x in row.kept], list[int]()
+        for v, begin, end in row.runs:
+            stages = zip(model.rerun, model.events, self._ends, strict=True)
+            plus += [rerun[v] for rerun, t, until in stages if t < end and until > begin and v in rerun]
+        if row.wanted is not None:
+            x, event = row.wanted
+            if event not in at or x not in model.keep[at[event]]:
+                return None
+            minus.append(model.keep[at[event]][x])
+        return plus, minus
