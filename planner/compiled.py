@@ -13,7 +13,7 @@ F = TypeVar("F", bound=Callable[..., object])
 def njit(function: F) -> F:
     """``numba.njit``, cached, with the types of the function; numba's own say that what it compiles takes nothing.
 
-    Other threads may go on meanwhile: solvers do.
+    It keeps the interpreter's lock: without it, Ctrl-C that comes when compiled code ends becomes a SystemError.
     """
-    compiled: Any = numba.njit(cache=True, nogil=True)(function)
+    compiled: Any = numba.njit(cache=True)(function)
     return cast(F, compiled)
