@@ -172,16 +172,16 @@ draw, hard = random.Random(0), milp.Milp()
 chosen = [hard.binary(draw.uniform(1, 2)) for _ in range(400)]
 for _ in range(400):
     hard.at_least(3, draw.sample(chosen, 20))
-solve, times = milp._run, iter([None] * int(sys.argv.pop(1)))
+solve, times = milp._highs, iter([None] * int(sys.argv.pop(1)))
 
-def interrupted(proto, parameters, time_limit_s, meanwhile=None):
+def interrupted(proto, parameters, left):
     if next(times, proto) is not None:
         threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
         proto, parameters = hard.proto(), milp._parameters(300.0, 0.0, float("inf"), None, 0)
-    return solve(proto, parameters, 300.0, meanwhile)
+    return solve(proto, parameters, left)
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job is started with the signal ignored
-milp._run = interrupted
+milp._highs = interrupted
 sys.exit(main())
 """
 
@@ -216,7 +216,8 @@ def test_an_interrupted_plan_is_saved_and_said(chain_file: str, tmp_path: Path) 
 def test_a_script_that_was_interrupted_ends_after_its_solver() -> None:
     """The thread that HiGHS is left on must not come back to an interpreter that is gone: that would abort the process."""
     script = INTERRUPTED.partition("signal.signal")[0].replace("int(sys.argv.pop(1))", "0").replace("300.0", "1.5") + (
-        "try:\n    interrupted(hard.proto(), None, 1.5)\nexcept KeyboardInterrupt:\n    print(milp.solving())\n"
+        "milp._highs = interrupted\n"
+        "try:\n    hard.minimise(time_limit_s=1.5)\nexcept KeyboardInterrupt:\n    print(milp.solving())\n"
     )
     # What is registered first runs last: after the wait for the solver.
     first = "import atexit, signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
