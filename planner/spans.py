@@ -38,7 +38,8 @@ from planner.stage_model import StageModel, use_and_carry
 SPAN_VARIABLES, FEW_VARIABLES = 15_000, 9_000
 BROKEN = 1e-3  # what a path may fall short by
 MOST_ROWS = 1_000  # added at a time, those that are broken most first; of one value at one event the first only
-WORST, FEW, PATIENCE = 0.3, 200, 3  # of more than these few, only what falls short by this share of the most
+FEW_ROWS, WORST = 200, 0.3  # of more than so few, only what falls short by this share of the most
+PATIENCE = 3  # solves within which the cost has to rise for other rows to be looked for
 
 
 def add_spans(model: StageModel) -> None:
@@ -94,10 +95,10 @@ def relax(
     least_rise: float = 0.0,
     meanwhile: Callable[[Event], None] | None = None,
 ) -> tuple[Answer, list[SpanRow]]:
-    """The relaxation of a model with its spans: with all of them where they are few, else with the rows on spans that matter.
+    """Solve the relaxation of a model with its spans: with all of them where they are few, else with the rows that matter.
 
     rows        to begin with, as found for other models of the graph; those that bind come with the answer
-    least_rise  of the cost within so many solves, below which no other rows are looked for
+    least_rise  no other rows are looked for once ``PATIENCE`` solves have raised the cost by no more than this
     """
     count = len(model.events)
     if sum((count - 1 - i) * len(rerun) for i, rerun in enumerate(model.rerun)) <= FEW_VARIABLES:
@@ -127,6 +128,7 @@ class _Spans:
         self.model = model
         self.rows: dict[SpanRow, int] = {}
         graph, events = model.graph, model.events
+        self._stage = {t: j for j, t in enumerate(events)}
         self._ends = (*events[1:], len(graph.ops) - 1)  # of the stages
         self._keep = np.full((len(events), len(graph.values)), -1)  # variables, -1 for none
         self._rerun = np.full((len(events), len(graph.ops)), -1)
@@ -134,8 +136,11 @@ class _Spans:
             self._keep[j, list(keep)] = list(keep.values())
             self._rerun[j, list(rerun)] = list(rerun.values())
         is_kept = np.any(self._keep >= 0, axis=0)
-        self._ops = np.flatnonzero(np.any(self._rerun >= 0, axis=0)).tolist()
-        self._inputs = {v: [x for x in graph.ops[v].inputs if is_kept[x]] for v in self._ops}
+        self._ops = np.flatnonzero(np.any(self._rerun >= 0, axis=0)).tolist()  # that can run again
+        self._place = np.full(len(graph.ops), -1)  # of an op among these, -1 for others
+        self._place[self._ops] = range(len(self._ops))
+        # Inputs of each of them that a path may go on through, with the places of their makers.
+        self._inputs = [[(x, int(self._place[graph.producer[x]])) for x in graph.ops[v].inputs if is_kept[x]] for v in self._ops]
         self._asked = self._demands()
 
     def _demands(self) -> tuple[npt.NDArray[np.int64], ...]:
@@ -147,7 +152,8 @@ class _Spans:
         def ask(i: int, j: int, values: npt.NDArray[np.int64], wanted: npt.NDArray[np.int64]) -> None:
             found.append((np.full(len(values), i), np.full(len(values), j), values, wanted))
 
-        can_rerun = np.array([v in self._inputs for v in graph.producer])
+        can_rerun = self._place[list(graph.producer)] >= 0
+        can_rerun[np.array(graph.producer) < 0] = False
         for i, (t, keep) in enumerate(zip(self.model.events, self.model.keep, strict=True)):
             for x in keep:
                 readers = graph.consumers[x]
@@ -166,40 +172,35 @@ class _Spans:
         """Rows that a solution breaks, the worst first."""
         if not self._asked:
             return []
-        x = np.array([*values, 0.0, np.inf])
-        kept = x[np.where(self._keep < 0, len(values) + 1, self._keep)]
-        again = x[self._rerun]
-        again[self._rerun < 0] = 0.0
+        x = np.array([*values, 0.0, np.inf])  # the last two for what has no variable: no run, and no way to keep
+        kept, again = x[np.where(self._keep < 0, -1, self._keep)], x[np.where(self._rerun < 0, -2, self._rerun)]
         paid = self._paid(kept, again)
         i, j, asked, wanted = self._asked
-        maker = np.array(self.model.graph.producer)[asked]
-        place = np.full(len(self.model.graph.ops), -1)
-        place[self._ops] = range(len(self._ops))
-        short = np.where(wanted < 0, 1.0, x[wanted]) - kept[i, asked] - paid[place[maker], i, j]
+        maker = self._place[np.array(self.model.graph.producer)[asked]]
+        short = np.where(wanted < 0, 1.0, x[wanted]) - kept[i, asked] - paid[maker, i, j]
         worst = np.argsort(-short, kind="stable")[: np.count_nonzero(short > BROKEN)]
         rows: dict[tuple[int, int], SpanRow] = {}
         for n in worst.tolist():
-            if len(rows) == MOST_ROWS or (len(rows) > FEW and short[n] < WORST * short[worst[0]]):
+            if len(rows) == MOST_ROWS or (len(rows) > FEW_ROWS and short[n] < WORST * short[worst[0]]):
                 break
-            key = int(i[n]), int(asked[n])
-            if key not in rows:
-                rows[key] = self._path(kept, again, paid, place, int(i[n]), int(j[n]), int(asked[n]), wanted[n] >= 0)
+            start, value = int(i[n]), int(asked[n])
+            if (start, value) not in rows:
+                kept_on, runs = self._path(kept[start], again, paid[:, start], start, int(j[n]), int(maker[n]))
+                later = (value, self.model.events[j[n] + 1]) if wanted[n] >= 0 else None
+                rows[start, value] = SpanRow(self.model.events[start], (value, *kept_on), runs, later)
         return list(rows.values())
 
     def _paid(self, kept: npt.NDArray[np.float64], again: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         """f, by op, first and last stage. Within a span, f(v, j) = C(j) + min(-C(i - 1), min over l ≤ j: b(l) - C(l)) with sums C
         of R over stages and b what the inputs cost."""
         count = len(again)
-        graph = self.model.graph
-        place = {v: n for n, v in enumerate(self._ops)}
         paid = np.zeros((len(self._ops), count, count))
         stages = np.arange(count)
         sums = np.cumsum(again, axis=0)
-        for n, v in enumerate(self._ops):
+        for n, (v, inputs) in enumerate(zip(self._ops, self._inputs, strict=True)):
             through = np.full((count, count), np.inf)
-            for x in self._inputs[v]:
-                maker = place.get(graph.producer[x])
-                np.minimum(through, kept[:, x, None] + (paid[maker] if maker is not None else 0.0), out=through)
+            for x, maker in inputs:
+                np.minimum(through, kept[:, x, None] + (paid[maker] if maker >= 0 else 0.0), out=through)
             through -= sums[:, v]
             through[stages[:, None] > stages] = np.inf
             through[stages, stages] = np.minimum(through[stages, stages], again[:, v] - sums[:, v])
@@ -207,39 +208,30 @@ class _Spans:
         return paid
 
     def _path(
-        self,
-        kept: npt.NDArray[np.float64],
-        again: npt.NDArray[np.float64],
-        paid: npt.NDArray[np.float64],
-        place: npt.NDArray[np.int64],
-        i: int,
-        j: int,
-        asked: int,
-        is_kept_later: bool,
-    ) -> SpanRow:
-        """The path that costs least from a value in a span on."""
-        graph, events = self.model.graph, self.model.events
-        wanted = (asked, events[j + 1]) if is_kept_later else None
-        values, runs = [asked], list[tuple[int, int, int]]()
-        v, last = graph.producer[asked], j
-        while j >= i:
-            before = paid[place[v], i, j - 1] if j > i else 0.0
-            inputs = [
-                (kept[i, x] + (paid[place[m], i, j] if place[m := graph.producer[x]] >= 0 else 0.0), x) for x in self._inputs[v]
-            ]
-            least, x = min(inputs, default=(np.inf, -1))
-            if before + again[j, v] <= least:
+        self, kept: npt.NDArray[np.float64], again: npt.NDArray[np.float64], paid: npt.NDArray[np.float64], i: int, j: int, n: int
+    ) -> tuple[list[int], tuple[tuple[int, int, int], ...]]:
+        """The path that costs least from the op at place n on, in the stages i to j: the values it keeps, and what it runs.
+
+        kept, paid  K and f of the spans that begin with stage i
+        """
+        events = self.model.events
+        values, runs = list[int](), list[tuple[int, int, int]]()
+        last = j
+        while j >= i and n >= 0:
+            v = self._ops[n]
+            least, x, maker = min(
+                ((kept[x] + (paid[maker, j] if maker >= 0 else 0.0), x, maker) for x, maker in self._inputs[n]),
+                default=(np.inf, -1, -1),
+            )
+            goes_on = (paid[n, j - 1] if j > i else 0.0) + again[j, v] > least
+            if not goes_on:
                 j -= 1
-                continue
-            if last > j:
+            if last > j and (goes_on or j < i):
                 runs.append((v, events[j + 1], self._ends[last]))
-            values.append(x)
-            v, last = graph.producer[x], j
-            if place[v] < 0:
-                break
-        if last > j:
-            runs.append((v, events[j + 1], self._ends[last]))
-        return SpanRow(events[i], tuple(values), tuple(runs), wanted)
+            if goes_on:
+                values.append(x)
+                n, last = maker, j
+        return values, tuple(runs)
 
     def add(self, rows: Iterable[SpanRow]) -> int:
         """Put rows into the model, those that speak of events which are there; how many are new."""
@@ -252,20 +244,18 @@ class _Spans:
 
     def _terms(self, row: SpanRow) -> tuple[list[int], list[int]] | None:
         """Variables of a row, those that are subtracted apart; None where the model has not got them."""
-        model = self.model
-        at = {t: j for j, t in enumerate(model.events)}
-        if row.start not in at:
+        if row.start not in self._stage:
             return None
-        keep = model.keep[at[row.start]]
+        keep = self.model.keep[self._stage[row.start]]
         if any(x not in keep for x in row.kept):
             return None
         plus, minus = [keep[x] for x in row.kept], list[int]()
         for v, begin, end in row.runs:
-            stages = zip(model.rerun, model.events, self._ends, strict=True)
+            stages = zip(self.model.rerun, self.model.events, self._ends, strict=True)
             plus += [rerun[v] for rerun, t, until in stages if t < end and until > begin and v in rerun]
         if row.wanted is not None:
             x, event = row.wanted
-            if event not in at or x not in model.keep[at[event]]:
+            if event not in self._stage or x not in self.model.keep[self._stage[event]]:
                 return None
-            minus.append(model.keep[at[event]][x])
+            minus.append(self.model.keep[self._stage[event]][x])
         return plus, minus

@@ -46,10 +46,7 @@ NEW_PER_ROUND, STEEP, NEW_RELAXED, RELAXED_VARIABLES, SLACK = 2, 0.03, 4, 8_000,
 # do (without a backward pass much faster), but at first (easy budgets) and at most (hard ones) so many:
 WORK, WORK_VARIABLES, FIRST_WORK, MORE_WORK, MOST_WORK = 100_000, 1_000, 400_000, 4, 25_000_000
 ANNEALED = 2  # times as much, up to as many times the most, where most of it is annealing's
-RELAXED_WORK, ANNEALED_RELAXED = (
-    2_000,
-    12_000,
-)  # while its relaxation is solved, which takes the longer the larger it is
+RELAXED_WORK, ANNEALED_RELAXED = 2_000, 12_000  # while its relaxation is solved, which takes longer with its variables cubed
 # Each relaxation may take this share of the time left. So many in a row that raise the bound by less than this share of its
 # distance to the incumbent, and a MILP is solved.
 RELAX_SHARE, STALLED, CLIMB = 0.6, 2, 0.005
