@@ -12,13 +12,15 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 
 from graphs.ir import Graph, Op, Value
 from planner.chain_dp import Way
 from planner.chains import Chain, held_throughout, left_for
 from planner.list_walk import ListWalk
+from planner.loading import sat_minimise
 from planner.milp import Outcome
+from planner.pebbling import least_peak
 from planner.schedule import Compute, keep_all, with_frees
 from planner.simulate import Trace, simulate
 from planner.spans import add_spans
@@ -27,6 +29,7 @@ from planner.stage_model import StageCut, stage_model, with_end
 
 ROUNDS = 30  # MILPs for one pair of budgets at most
 STILL_EXACT = 1e-4  # gap of a MILP, relative to the stage's time
+PEBBLE_WORK = 80_000  # ops times sets of values to visit, for how little memory a stage can do with
 
 
 @dataclass(frozen=True)
@@ -145,7 +148,7 @@ class BlockSolver:
         found = [everything]
         done: list[tuple[int, int, Trace, int]] = []  # budgets, and trace and saved bytes of the least time for them
         most = min(whole.peak_bytes, self.room_bytes)
-        least = max(_needs(graph, i) for i in everything)
+        least, _ = least_peak(graph, states=PEBBLE_WORK // len(everything), time_limit_s=deadline - time.perf_counter())
         for peak_bytes in _grid(least, most, self.peaks):
             for saved_bytes in _grid(_output_bytes(block), _saved(block, whole, everything), self.saves):
                 if time.perf_counter() > deadline:
@@ -160,15 +163,15 @@ class BlockSolver:
                 runs, exact = self.least(block, peak_bytes, saved_bytes, deadline)
                 self.solved += 1
                 self.exact += exact
-                if runs is None:
-                    if exact:
-                        break  # infeasible: with fewer bytes saved too
+                if runs is None and not exact:
                     walk = ListWalk(graph, peak_bytes)
                     walked = walk.follow(walk.route(everything))
                     runs = walked.runs[:-1].tolist() if walked.complete else None
-                if runs is not None and runs not in found:
+                if runs is None:
+                    break  # with fewer bytes saved it is harder still
+                if runs not in found:
                     found.append(runs)
-                if runs is not None and exact:
+                if exact:
                     trace = simulate(graph, with_frees(graph, runs))
                     done.append((peak_bytes, saved_bytes, trace, _saved(block, trace, runs)))
         return found
@@ -187,7 +190,8 @@ class BlockSolver:
             model.milp.at_most(saved_bytes / unit, counted)
             gap = STILL_EXACT * graph.keep_all_time_ns / model.unit_ns
             add_spans(model)
-            answer = model.milp.minimise(time_limit_s=max(0.01, deadline - time.perf_counter()), gap=gap, seed=self.seed)
+            minimise = partial(sat_minimise(), model.milp) if model.milp.is_for_sat else model.milp.minimise
+            answer = minimise(time_limit_s=max(0.01, deadline - time.perf_counter()), gap=gap, seed=self.seed)
             self.cut_short |= answer.outcome is Outcome.STOPPED
             if answer.values is None:
                 return None, answer.outcome is Outcome.INFEASIBLE
@@ -212,13 +216,6 @@ def _grid(low: int, high: int, count: int) -> list[int]:
     if high <= low or count == 1:
         return [max(low, high)]
     return sorted({low + (high - low) * k // (count - 1) for k in range(count)}, reverse=True)
-
-
-def _needs(graph: Graph, i: int) -> int:
-    """Bytes while one op runs with nothing else there."""
-    op = graph.ops[i]
-    counted = (graph.values[v].size_bytes for v in (*op.inputs, *op.outputs))
-    return op.workspace_bytes + sum(counted)
 
 
 def _output_bytes(block: Block) -> int:

@@ -14,6 +14,7 @@ from graphs.ir import Graph, Op, Value
 
 if TYPE_CHECKING:
     from planner.annealed_walks import AnnealedWalks
+    from planner.milp import Answer
     from planner.walk_search import WalkSearch
 
 T = TypeVar("T")
@@ -39,6 +40,17 @@ def _annealed_walks() -> type[AnnealedWalks]:
     from planner.annealed_walks import AnnealedWalks
 
     return AnnealedWalks
+
+
+def sat_minimise() -> Callable[..., Answer]:
+    """``Milp.minimise`` by CP-SAT, which takes time to load: many budgets need no MILP."""
+    return undisturbed(_sat_minimise)
+
+
+def _sat_minimise() -> Callable[..., Answer]:
+    from planner.pseudo_boolean import minimise
+
+    return minimise
 
 
 TINY = Graph("tiny", (Op("op", (), (0,), 1),), (Value("value", 1),), frozenset(), frozenset({0}))  # to try compiled code on

@@ -165,9 +165,8 @@ INTERRUPTED = """
 import os, random, signal, sys, threading
 from belady.cli import main
 from planner import milp
-from planner.methods import cutting_stages
 
-cutting_stages.SAT_VARIABLES = 0  # HiGHS even for small models: it is the one that nothing can stop
+milp.SAT_VARIABLES = 0  # HiGHS even for small models: it is the one that nothing can stop
 draw, hard = random.Random(0), milp.Milp()
 chosen = [hard.binary(draw.uniform(1, 2)) for _ in range(400)]
 for _ in range(400):

@@ -15,7 +15,7 @@ import planner.stage_model
 from graphs import Graph, Op, Value
 from graphs.importers import load_checkmate
 from graphs.synthetic import chain, random_layered, random_training
-from planner import Status, keep_all, order_search, plan, pseudo_boolean, simulate, solve
+from planner import Status, keep_all, milp, order_search, plan, pseudo_boolean, simulate, solve
 from planner.annealed_walks import AnnealedWalks
 from planner.bounds import least_bytes
 from planner.methods import cutting_stages
@@ -178,7 +178,7 @@ def test_without_some_part_the_optimum_is_the_same(part: str, monkeypatch: pytes
         monkeypatch.setattr(cutting_stages, "TINY_GAP", math.inf)
         monkeypatch.setattr(cutting_stages, "MOST_TINY", 0.5)
     else:
-        monkeypatch.setattr(cutting_stages, "SAT_VARIABLES", 10**9 if part == "HiGHS" else 0)
+        monkeypatch.setattr(milp, "SAT_VARIABLES", 10**9 if part == "HiGHS" else 0)
     if part == "relaxations":
         monkeypatch.setattr(cutting_stages, "_relax", lambda *_: None)
     elif part == "whole ones only":
@@ -213,7 +213,7 @@ def test_relaxations_find_events_before_any_milp_does(monkeypatch: pytest.Monkey
     def no_more(*_: object, **__: object) -> Answer:
         return Answer(Outcome.STOPPED, None, math.inf, -math.inf)
 
-    monkeypatch.setattr(cutting_stages, "SAT_VARIABLES", 0)
+    monkeypatch.setattr(milp, "SAT_VARIABLES", 0)
     monkeypatch.setattr(cutting_stages, "PARTS", 1.0)
     monkeypatch.setattr(Milp, "relax", relax)
     first = Milp.minimise
@@ -236,7 +236,7 @@ def test_second_events_stay_where_they_raise_the_bound(helps: bool, monkeypatch:
         asked.append(arguments[0].events)
         return answer
 
-    monkeypatch.setattr(cutting_stages, "SAT_VARIABLES", 0)
+    monkeypatch.setattr(milp, "SAT_VARIABLES", 0)
     monkeypatch.setattr(cutting_stages, "PARTS", 1.0)
     monkeypatch.setattr(cutting_stages, "MOST_PARTS", 1.0)
     monkeypatch.setattr(cutting_stages, "_relax", relax)
@@ -249,7 +249,7 @@ def test_second_events_stay_where_they_raise_the_bound(helps: bool, monkeypatch:
 def test_that_nothing_fits_is_not_for_a_relaxation_to_say(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = random_training(20, 1)
     budget_bytes = int(0.7 * simulate(graph, keep_all(graph)).peak_bytes)
-    monkeypatch.setattr(cutting_stages, "SAT_VARIABLES", 0)
+    monkeypatch.setattr(milp, "SAT_VARIABLES", 0)
     asked = []
 
     def relax(milp: Milp, **_: object) -> Answer:

@@ -24,7 +24,7 @@ from graphs.ir import Graph
 from planner.annealing import LAST
 from planner.block_chain import block_schedule, is_chain
 from planner.incumbent import Incumbent
-from planner.loading import annealed_walks, undisturbed, walk_search
+from planner.loading import annealed_walks, sat_minimise, walk_search
 from planner.milp import Answer, Outcome
 from planner.order_search import anneal_on, search_orders
 from planner.pebbling import fitting, least_peak
@@ -68,7 +68,6 @@ LAST_S = 0.5  # for list walks where there was no time to look for anything
 IDLE_ROUNDS = 4  # stop after as many searches in a row that found nothing
 FIRST_SHARE = 0.4  # of the time for the first MILP at most, so that some is left for walks even where nothing comes of it
 NODES = 2_000  # branch-and-bound nodes of one MILP at most
-SAT_VARIABLES = 2_000  # 0-1 variables of a MILP up to which CP-SAT is faster than HiGHS
 CHEAP_ROUNDS, CHEAP_VARIABLES = 3, 1_500  # what is this small is solved more exactly than asked:
 EXACT = 0.02  # to this share of the asked gap, where that takes
 FINEST = 1e-9  # nor is any MILP solved more exactly than to this share of the keep-all time
@@ -211,7 +210,7 @@ def _rounds(search: _Search) -> bool:
         aim = EXACT * search.gap if cheap else search.gap
         tolerance_ns = finest_ns
         if round_ > 1 and not cheap:
-            coarse = SAT_COARSE if _for_sat(model) else COARSE
+            coarse = SAT_COARSE if model.milp.is_for_sat else COARSE
             tolerance_ns = max(finest_ns, coarse * search.distance_ns * 0.1**refined)
         search.notes.update(events=len(events), cuts=len(cuts), rounds=round_)
         answer, rows = _relax(search, model, rows, sequence, finest_ns) if round_ > 1 and not refined else (None, rows)
@@ -403,7 +402,7 @@ def _relax(
     It takes a tenth of the MILP's time. Where most of its solution is whole, or the bound is far away, events for what that
     overflows, rounded, raise the bound as well. That nothing fits is for the MILP to say.
     """
-    if not search.relaxes or search.stalled == STALLED or _for_sat(model):
+    if not search.relaxes or search.stalled == STALLED or model.milp.is_for_sat:
         search.stalled = 0
         return None, rows
     before_ns = search.searched_ns
@@ -447,9 +446,9 @@ def _minimise(
         cutoff = ((1 - aim) * search.time_ns - search.base) / model.unit_ns
         cutoff += 0.01 + 2e-6 * abs(cutoff)  # what ``bound_ns`` takes off for tolerances
     minimise, limited = partial(model.milp.minimise, node_limit=NODES), True
-    if _for_sat(model):
+    if model.milp.is_for_sat:
         limited = effort < math.inf
-        minimise = partial(undisturbed(_sat_minimise), model.milp, effort=effort)
+        minimise = partial(sat_minimise(), model.milp, effort=effort)
     share = 1.0 if work else FIRST_SHARE
     until = time.perf_counter() + share * search.left_s
     solve = partial(minimise, gap=tolerance_ns / model.unit_ns, cutoff=cutoff, seed=search.seed)
@@ -493,17 +492,6 @@ def _alongside(
         search.walks = beyond
         search.take_walk()
     return answer
-
-
-def _sat_minimise() -> Callable[..., Answer]:
-    from planner import pseudo_boolean  # many budgets need none, and CP-SAT takes time to load
-
-    return pseudo_boolean.minimise
-
-
-def _for_sat(model: StageModel) -> bool:
-    """Whether CP-SAT is to solve the model."""
-    return sum(model.milp.integer) <= SAT_VARIABLES
 
 
 @dataclass(kw_only=True)
