@@ -180,21 +180,30 @@ def test_without_some_part_the_optimum_is_the_same(part: str, monkeypatch: pytes
     else:
         monkeypatch.setattr(milp, "SAT_VARIABLES", 10**9 if part == "HiGHS" else 0)
     if part == "relaxations":
-        monkeypatch.setattr(cutting_stages, "_relax", lambda *_: None)
+        monkeypatch.setattr(cutting_stages, "_relax", lambda search, model, rows, *_: (None, rows))
     elif part == "whole ones only":
         monkeypatch.setattr(cutting_stages, "PARTS", 1.0)
-    checked = proved = 0
+    cases = []
     for seed in range(30):
         graph = random_graph(seed, effect=seed % 3 == 0)
-        budget_bytes = random_budget(graph, seed)
+        cases.append((graph, random_budget(graph, seed)))
+    for seed in range(60):  # some of these take several rounds
+        graph = random_training(4, seed)
+        cases.append((graph, int(0.8 * simulate(graph, keep_all(graph)).peak_bytes)))
+    checked = proved = in_rounds = 0
+    for graph, budget_bytes in cases:
         best = least_time(graph, budget_bytes, keep_order=True)
+        if best is None:
+            continue
         found = solve(graph, budget_bytes, gap=1e-9 if part == "small values" else 0.0, time_limit_s=5)
-        if best is not None and "order" not in found.notes:
-            assert found.bound_ns is not None and found.time_ns is not None, seed
-            assert found.bound_ns <= best[0] <= found.time_ns, seed
+        if "order" not in found.notes:
+            assert found.bound_ns is not None and found.time_ns is not None, graph.name
+            assert found.bound_ns <= best[0] <= found.time_ns, graph.name
             checked += found.time_ns == best[0]
             proved += found.bound_ns == best[0]
-    assert checked >= 20
+            in_rounds += found.time_ns == best[0] and found.notes["rounds"] > 1 if "rounds" in found.notes else 0
+    assert checked >= 35
+    assert in_rounds >= 8 or part == "cuts"
     assert proved == checked or part == "cuts"
 
 

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from graphs.ir import Graph
 from planner.annealing import LAST
 from planner.block_chain import block_schedule, is_chain
+from planner.exhaustive import cheapest
 from planner.incumbent import Incumbent
 from planner.loading import annealed_walks, sat_minimise, walk_search
 from planner.milp import Answer, Outcome
@@ -65,6 +66,7 @@ PEBBLE_STATES, PEBBLE_SHARE, PEBBLE_MOVES, PEBBLE_WORK, MUCH = 4_000, 0.15, 1_00
 ANNEAL_SHARE, ORDERS_SHARE = 0.4, 0.75
 WALKS_SHARE = 0.2  # of the time left, for their first list walks
 LAST_S = 0.5  # for list walks where there was no time to look for anything
+SMALL_OPS, FEW_STATES, MOST_STATES = 40, 50_000, 6_000_000  # of graphs to look through, early and in the end
 IDLE_ROUNDS = 4  # stop after as many searches in a row that found nothing
 FIRST_SHARE = 0.4  # of the time for the first MILP at most, so that some is left for walks even where nothing comes of it
 NODES = 2_000  # branch-and-bound nodes of one MILP at most
@@ -137,7 +139,7 @@ def _run(search: _Search, start: Schedule | None) -> None:
         _reorder(search, ORDERS_SHARE, anew=True)
     if search.done():
         return
-    if _rounds(search):
+    if _rounds(search) and not _exhaust(search, MOST_STATES, search.gap):
         _search_on(search)
 
 
@@ -224,16 +226,7 @@ def _rounds(search: _Search) -> bool:
             effort = CHEAP_EFFORT if search.closed() or (cheap and not refined) else math.inf
             answer = _minimise(search, model, tolerance_ns, aim, sequence, _work(search, model, round_), effort)
         if answer.outcome is Outcome.INFEASIBLE:
-            if _is_only_order(graph):
-                search.notes["infeasible"] = "no schedule fits, and no other order of first executions is valid"
-                return False
-            if round_ == 1 and search.best is None and not search.nested and not _pebble(search):  # later it has been asked
-                return False
-            _elsewhere(search)
-            if search.best is None:
-                search.notes["stopped"] = "no schedule with this order of first executions fits"
-            else:
-                search.notes["order"] = "first executions are not in graph order, in which no schedule fits"
+            _none_in_order(search, ask=round_ == 1)
             return False
         search.raise_bound(model.bound_ns(answer), restricted=False)
         if answer.values is not None:
@@ -244,6 +237,8 @@ def _rounds(search: _Search) -> bool:
             return False
         if round_ == BLOCKS_ROUND:
             _blocks(search)
+            if _exhaust(search, FEW_STATES, EXACT * search.gap):
+                return False
         if round_ == 1 and not search.elsewhere:
             guide = None if answer.values is None else partial(_guide, search, closed_graph, first)
             if not _first_schedules(search, guide):
@@ -275,6 +270,46 @@ def _rounds(search: _Search) -> bool:
         else:
             return True
     raise AssertionError("unreachable")
+
+
+def _none_in_order(search: _Search, *, ask: bool) -> None:
+    """No schedule in graph order fits, which the notes then say; others are tried.
+
+    ask  whether it is not known yet that there may be one in another order
+    """
+    if _is_only_order(search.graph):
+        search.notes["infeasible"] = "no schedule fits, and no other order of first executions is valid"
+        return
+    if ask and search.best is None and not search.nested and not _pebble(search):
+        return
+    _elsewhere(search)
+    if search.best is None:
+        search.notes["stopped"] = "no schedule with this order of first executions fits"
+    else:
+        search.notes["order"] = "first executions are not in graph order, in which no schedule fits"
+
+
+def _exhaust(search: _Search, states: int, aim: float) -> bool:
+    """Look through the schedules of a small graph in its order, through so many states at most, for what closes the gap to
+    ``aim``; whether that is all there is."""
+    if len(search.graph.ops) > SMALL_OPS or search.done():
+        return False
+    found = cheapest(
+        search.graph,
+        search.budget_bytes,
+        below_ns=math.inf if search.time_ns is None else (1 - aim) * search.time_ns,
+        states=states,
+        deadline=search.deadline,
+        proves=partial(search.raise_bound, restricted=False),
+    )
+    search.tell_cut_short(time.perf_counter() >= search.deadline)
+    if found.runs is not None:
+        search.offer(with_frees(search.graph, found.runs), "A*")
+    if math.isinf(found.bound_ns):
+        _none_in_order(search, ask=False)
+        return True
+    search.raise_bound(math.ceil(found.bound_ns), restricted=False)
+    return search.closed(aim)
 
 
 def _first_schedules(search: _Search, guide: Callable[[float], None] | None) -> bool:
