@@ -394,6 +394,11 @@ def _put_writes(module: fx.GraphModule, writes: Sequence[_Write], at: int) -> No
     contents = entries[at : at + count : 1 + in_backward]
     sources = {node.name: node for node in module.graph.find_nodes(op="placeholder")}
     with module.graph.inserting_before(output):
+        # An input that takes the memory of another one may do so after that one has been given other memory: views keep it.
+        contents = [
+            module.graph.call_function(torch.ops.aten.detach.default, (content,)) if content.op == "placeholder" else content
+            for content in contents
+        ]
         for write, content in zip(writes, contents, strict=True):
             node = module.graph.call_function(write.target, (sources[write.source], content))
             node.meta["val"] = sources[write.source].meta["val"]

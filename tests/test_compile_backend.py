@@ -539,6 +539,29 @@ def test_parameters_may_get_new_memory_in_the_forward(budget: float) -> None:
     same(train(compiled, model, (x,)), train(twin, twin, (x,)))
 
 
+class Turns(nn.Module):
+    """Three buffers take each other's memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        for i, name in enumerate("abc"):
+            self.register_buffer(name, torch.full((8,), i + 0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss = (self.layer(x + self.a).tanh() * self.b).sum()
+        kept = self.a.data
+        self.a.data, self.b.data, self.c.data = self.b.data, self.c.data, kept
+        return loss
+
+
+def test_buffers_may_change_places() -> None:
+    model, x = Turns(), torch.randn(4, 8)
+    twin = copy.deepcopy(model)
+    compiled = torch.compile(model, backend=belady, options={**TIGHT, "budget": 1.0})
+    same(train(compiled, model, (x,)), train(twin, twin, (x,)))
+
+
 class Counts(torch.autograd.Function):
     """Writes to a buffer in the backward, as scales of 8-bit gradients are."""
 
