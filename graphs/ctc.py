@@ -75,6 +75,8 @@ def _by_numbers(
     zero_infinity: bool = False,
 ) -> Tensor:
     """What PyTorch's own does, which fills a tensor with the lengths where no trace sees it."""
+    if log_probs.device.type == "cpu" and log_probs.dtype != torch.double and torch.is_autocast_enabled("cpu"):
+        log_probs = log_probs.float()  # as autocast does for the loss as a whole, on CPU only
     batched = log_probs.dim() == 3
     batch = log_probs if batched else log_probs.unsqueeze(1)
     targets = targets.to(log_probs.device, torch.long)

@@ -142,8 +142,8 @@ def encoder_case() -> Case:
     return Case(nn.TransformerEncoderLayer(8, 2, 16, 0.15), x, lambda model: square(model(x)), square)
 
 
-def lambda_case(function: Callable[..., Any], *inputs: Any) -> Case:
-    return Case(Lambda(function), inputs, lambda model: model(*inputs))
+def lambda_case(function: Callable[..., Any], *inputs: Any, **kwargs: Any) -> Case:
+    return Case(Lambda(function), inputs, lambda model: model(*inputs), **kwargs)
 
 
 def frozen_case() -> Case:
@@ -243,7 +243,9 @@ def checkpointed(model: Lambda, x: Tensor) -> Tensor:
     return square(checkpoint(part, x, use_reentrant=False, context_fn=contexts))
 
 
-def ctc_case(input_lengths: Any, target_lengths: Any, batch: int = 2, **options: Any) -> Case:
+def ctc_case(
+    input_lengths: Any, target_lengths: Any, batch: int = 2, autocast: torch.dtype | None = None, **options: Any
+) -> Case:
     """Targets as long as the longest one says; logits of another order of dimensions than the loss takes."""
     torch.manual_seed(0)
     x, targets = torch.randn(max(1, batch), 7, 8), torch.randint(1, 8, (max(1, batch), 3))
@@ -254,7 +256,7 @@ def ctc_case(input_lengths: Any, target_lengths: Any, batch: int = 2, **options:
 
     if not batch:
         x, targets = x[0], targets[0]
-    return lambda_case(forward, x, targets, input_lengths, target_lengths)
+    return lambda_case(forward, x, targets, input_lengths, target_lengths, autocast=autocast)
 
 
 x8 = torch.arange(32.0).reshape(4, 8) / 16 - 1
@@ -308,6 +310,8 @@ CASES: dict[str, Callable[[], Case]] = {
     "ctc of numbers, ruled out": lambda: ctc_case((3, 2), (3, 3), zero_infinity=True),  # no path is so short
     "ctc of numbers, summed": lambda: ctc_case((7, 4), (3, 2), reduction="sum"),
     "ctc of numbers, kept apart": lambda: ctc_case((7, 4), (3, 2), reduction="none"),
+    "ctc of numbers bf16": lambda: ctc_case((7, 4), (3, 2), autocast=torch.bfloat16),
+    "ctc of tensors bf16": lambda: ctc_case(torch.tensor([7, 4]), torch.tensor([3, 2]), autocast=torch.bfloat16),
     "ctc of tensors": lambda: ctc_case(torch.tensor([7, 4]), torch.tensor([3, 2])),
     "ctc of one": lambda: ctc_case((7,), (3,), batch=0),
     "ctc of one, in tensors": lambda: ctc_case(torch.tensor([7]), torch.tensor([3]), batch=0),
