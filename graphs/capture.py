@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import functools
 import operator
-import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
@@ -36,6 +35,7 @@ from graphs.rewrite import (
     tensors_of,
 )
 from graphs.torch_private import (
+    ONE_TRACE_AT_A_TIME,
     Joint,
     OpOverload,
     SameTensors,
@@ -48,10 +48,6 @@ from graphs.torch_private import (
 from graphs.tracing import Body, device_of, region_of, state_of, trace
 
 __all__ = ["InputForm", "Inputs", "Loss", "Result", "Source", "Step", "bind", "capture", "numbered"]
-
-
-# A trace watches by changing what all threads use, attributes of torch among it: a capture of another thread waits.
-_ONE_AT_A_TIME = threading.RLock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,7 +265,7 @@ def capture(
     autocast = region_of(autocast, where)
 
     body = Body(model, loss, splitter(loss, given))
-    with _ONE_AT_A_TIME:
+    with ONE_TRACE_AT_A_TIME:
         joint, watch = trace(name, body, state, leaves, form.spec, where, autocast)
     graph = joint.module.graph
     sources, tensors = _sources(joint, state, leaves, form)

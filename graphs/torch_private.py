@@ -15,6 +15,7 @@ import torch
 import torch._decomp  # registers the replacements that _eager_kernels takes away
 from torch import Tensor, UntypedStorage, fx, nn
 from torch._C._dynamo.guards import TensorGuards
+from torch._dynamo.convert_frame import compile_lock
 from torch._functorch._aot_autograd.descriptors import (
     BufferAOTInput,
     GradAOTOutput,
@@ -58,6 +59,7 @@ from torch.utils.checkpoint import _CachingTorchDispatchMode
 __all__ = [
     "DATA_DEPENDENT",
     "LOOKS_FOR_CAUSAL",
+    "ONE_TRACE_AT_A_TIME",
     "REPLACES_IN_PLACE",
     "BoxedCodeGen",
     "FakeTensor",
@@ -113,6 +115,11 @@ DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException, Gua
 
 
 LOOKS_FOR_CAUSAL = "_detect_is_causal_mask"  # the function of nn.Transformer and its parts that compares a mask with a causal one
+
+
+# A trace changes what all threads use, attributes of torch among it, so that of another thread waits. The lock is the compiler's
+# own, which holds it when it calls a backend and takes it for parts of some traces (torch.cond): a second lock could tie a knot.
+ONE_TRACE_AT_A_TIME = compile_lock
 
 
 def storage_key(tensor: Tensor) -> int:

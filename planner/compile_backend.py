@@ -35,7 +35,13 @@ from graphs.errors import CaptureError, InfeasibleBudget, InputError, InvalidSch
 from graphs.ir import Graph
 from graphs.layouts import kernels_layouts
 from graphs.rewrite import outputs_of, share_casts, tensors_of
-from graphs.torch_private import BoxedCodeGen, changed_inputs, compile_partitioned, parameter_inputs
+from graphs.torch_private import (
+    ONE_TRACE_AT_A_TIME,
+    BoxedCodeGen,
+    changed_inputs,
+    compile_partitioned,
+    parameter_inputs,
+)
 from planner.budget import is_share, resolve_budget
 from planner.draws import generator_state_like
 from planner.halves import first_late, late_ops, needed_from_before, not_made
@@ -74,7 +80,7 @@ def belady(module: fx.GraphModule, examples: Sequence[Any], *, options: Mapping[
         _share_casts(joint, forward_outputs, examples)
         return _partition(joint, forward_outputs, budget, options, examples)
 
-    with kernels_layouts():
+    with ONE_TRACE_AT_A_TIME, kernels_layouts():
         return compile_partitioned(module, examples, partition, _boxed)
 
 

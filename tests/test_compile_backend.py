@@ -7,6 +7,7 @@ import copy
 import importlib.metadata
 import logging
 import re
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,8 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch._dynamo.exc import BackendCompilerFailed
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from graphs.capture import capture
 from graphs.errors import InfeasibleBudget, InputError, NoScheduleFound
 from graphs.ir import Graph
 from planner import compile_backend
@@ -537,6 +540,35 @@ def test_parameters_may_get_new_memory_in_the_forward(budget: float) -> None:
     twin = copy.deepcopy(model)
     compiled = torch.compile(model, backend=belady, options={**TIGHT, "budget": budget})
     same(train(compiled, model, (x,)), train(twin, twin, (x,)))
+
+
+def test_the_compiler_waits_for_a_capture_of_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both change what torch has only once, and each would put back what the other has changed."""
+    began = threading.Event()
+    partition = compile_backend._partition
+
+    def noted(*args: Any) -> Any:
+        began.set()
+        return partition(*args)
+
+    monkeypatch.setattr(compile_backend, "_partition", noted)
+    weight = torch.randn(8, 8, requires_grad=True)
+    graph = fx.symbolic_trace(lambda weight: (weight.tanh().sum(),))
+    compiling = threading.Thread(target=lambda: belady(graph, [weight], options={**TIGHT, "budget": 1.0}))
+    waited = []
+
+    def loss(out: Tensor) -> Tensor:
+        if not waited:
+            compiling.start()
+            waited.append(not began.wait(2))
+        return out.square().sum()
+
+    before = FakeTensorMode.__torch_dispatch__
+    capture(nn.Linear(8, 8), torch.randn(4, 8), loss=loss)
+    compiling.join()
+    assert waited == [True]
+    assert began.is_set()
+    assert FakeTensorMode.__torch_dispatch__ is before
 
 
 class Turns(nn.Module):
