@@ -339,11 +339,27 @@ def compile_partitioned(
     backend = aot_autograd(
         fw_compiler=compile_one, bw_compiler=compile_one, partition_fn=split, keep_inference_input_mutations=True
     )
-    # Buffers may be kept for a second backward, and the backward stays outside of the autocast region, as in a training loop.
-    wanted = {"donated_buffer": False, "backward_pass_autocast": "off"}
-    with _eager_kernels(), config.patch({name: value for name, value in wanted.items() if hasattr(config, name)}):
+    # The backward stays outside of the autocast region, as in a training loop.
+    wanted = {"backward_pass_autocast": "off"} if hasattr(config, "backward_pass_autocast") else {}
+    with _eager_kernels(), _nothing_donated(), config.patch(wanted):
         compiled: Callable[..., Any] = backend(module, examples)
     return compiled
+
+
+@contextlib.contextmanager
+def _nothing_donated() -> Iterator[None]:
+    """Let a backward run twice (``retain_graph``): none of ours overwrites what is saved.
+
+    The compiler refuses that where it has found tensors a backward might overwrite, and also where it was told not to look.
+    """
+    from torch._functorch._aot_autograd import graph_compile
+
+    original = graph_compile.collect_bw_donated_buffer_idxs
+    graph_compile.collect_bw_donated_buffer_idxs = lambda *_: []
+    try:
+        yield
+    finally:
+        graph_compile.collect_bw_donated_buffer_idxs = original
 
 
 def _entries(module: fx.GraphModule) -> list[Any]:

@@ -594,6 +594,20 @@ def test_buffers_may_change_places() -> None:
     same(train(compiled, model, (x,)), train(twin, twin, (x,)))
 
 
+def test_backwards_may_come_in_any_order_and_twice() -> None:
+    model, inputs = mlp()
+    twin = copy.deepcopy(model)
+    for part, call in ((twin, twin), (model, torch.compile(model, backend=belady, options={**TIGHT, "budget": 0.7}))):
+        torch.manual_seed(3)
+        losses = [call(*inputs)[0] for _ in range(2)]
+        for i, again in ((1, False), (0, True), (0, False)):
+            losses[i].backward(retain_graph=again)
+        part.drawn = torch.rand(1)
+    same([p.grad for p in model.parameters()], [p.grad for p in twin.parameters()])
+    same(model.state_dict(), twin.state_dict())
+    same(model.drawn, twin.drawn)
+
+
 class Counts(torch.autograd.Function):
     """Writes to a buffer in the backward, as scales of 8-bit gradients are."""
 
