@@ -81,6 +81,7 @@ __all__ = [
     "is_functorch_wrapped",
     "is_operator",
     "is_traceable_wrapper_subclass",
+    "is_unwatched",
     "is_zero_stand_in",
     "kept_from_compiler",
     "keystr",
@@ -446,6 +447,12 @@ def parameter_inputs(joint: fx.GraphModule, examples: Sequence[Any]) -> list[fx.
         return isinstance(desc, ParamAOTInput)
 
     return [node for node in joint.graph.find_nodes(op="placeholder") if is_parameter(node.meta.get("desc"))]
+
+
+def is_unwatched(node: fx.Node) -> bool:
+    """Whether what a node holds, of a graph for ``compile_partitioned``, may change between forward and backward: a custom
+    backward takes it from an attribute instead of the tensors that autograd saves. Such tensors come last among those saved."""
+    return bool(node.meta.get("saved_tensor_with_no_vc_check", False))
 
 
 def _source(desc: Any) -> tuple[str, int]:

@@ -40,6 +40,7 @@ from graphs.torch_private import (
     BoxedCodeGen,
     changed_inputs,
     compile_partitioned,
+    is_unwatched,
     parameter_inputs,
 )
 from planner.budget import is_share, resolve_budget
@@ -328,22 +329,21 @@ def _cut(joint: _Joint, schedule: Schedule) -> tuple[fx.GraphModule, fx.GraphMod
         first.states[op].meta["val"] = generator_state_like(step.calls[op])
     returned = [first.holder(node) if isinstance(node, fx.Node) else node for node in joint.forward]
 
+    # The compiler takes what it does not watch for changes (a custom backward has it as an attribute) from the end.
+    given = sorted([*(first.maker[v] for v in values), *joint.primals], key=is_unwatched)
     second = Code(step, schedule)
-    for v in values:
-        second.receive(second.maker[v])
     for op in draws:
         second.receive_state(op).meta = dict(first.states[op].meta)
-    for node in joint.primals:
-        second.receive(node)
-    for node in joint.tangents:
+    for node in (*given, *joint.tangents):
         second.receive(node)
     second.run(after)
     gradients = [second.holder(node) if isinstance(node, fx.Node) else node for node in joint.backward]
     reads = second.drop_unread(joint.primals, [node for node in gradients if isinstance(node, fx.Node)])
 
-    saved = [first.value(v) for v in values] + [first.states[op] for op in draws]
-    for i in reads:
-        node = joint.primals[i]
-        saved.append(first.copied(node) if step.value_of[node] in joint.copied else first.holder(node))
+    unread = set(joint.primals).difference(joint.primals[i] for i in reads)
+    saved = [first.states[op] for op in draws]
+    for node in given:
+        if node not in unread:
+            saved.append(first.copied(node) if step.value_of[node] in joint.copied else first.holder(node))
     first.drop_unread(joint.tangents, [])
     return first.finish([*returned, *saved], "Forward"), second.finish(gradients, "Backward"), len(saved)

@@ -650,6 +650,24 @@ def test_a_backward_may_write_to_a_buffer(how: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_what_a_backward_has_as_an_attribute_may_change_before_it_but_no_parameter() -> None:
+    model, x = Watched("largest"), torch.randn(32, 16)
+    twin = copy.deepcopy(model)
+    compiled = torch.compile(model, backend=belady, options={**TIGHT, "budget": 1.0})
+    for call in (compiled, twin):
+        for loss in [call(x), call(2 * x)]:
+            loss.backward()
+    same(model.seen, twin.seen)
+    same([p.grad for p in model.parameters()], [p.grad for p in twin.parameters()])
+    for weight in (model.a.weight, model.b.weight):
+        loss = compiled(x.requires_grad_())
+        with torch.no_grad():
+            weight.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_a_buffer_is_not_written_in_both() -> None:
     compiled = torch.compile(Watched("twice"), backend=belady, options={**TIGHT, "budget": 0.9})
     with pytest.raises(BackendCompilerFailed, match="written in the forward and again in the backward"):
