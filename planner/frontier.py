@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 from graphs.errors import InputError
@@ -52,7 +53,7 @@ def plans(
     has no schedule, and its status says what is known. Ctrl-C ends the budget that is being solved with its best so far, and
     the rest without solving: a plan for a smaller budget stands in for each.
     """
-    budgets = [budgets] if isinstance(budgets, int | float | str) else budgets
+    budgets = [budgets] if isinstance(budgets, Integral | float | str) else budgets
     if not isinstance(budgets, Iterable):
         raise InputError(f"plans takes a list of budgets, not {budgets!r}")
     capture = {name: options.pop(name) for name in ("inputs", "loss", "costs", "device", "autocast") if name in options}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 
+import numpy as np
 import pytest
 
 from graphs.errors import InfeasibleBudget, InputError
@@ -108,6 +109,7 @@ def test_plans_wants_a_budget() -> None:
     with pytest.raises(InputError, match="a list of budgets, not None"):
         plans(chain(3), None)  # type: ignore[arg-type]
     assert [one.budget_bytes for one in plans(chain(3), "3B")] == [3]
+    assert [one.budget_bytes for one in plans(chain(3), np.int64(3))] == [3]
     assert [one.budget_bytes for one in plans(chain(3), 1.0)] == [5]
 
 
