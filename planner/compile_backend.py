@@ -198,17 +198,22 @@ def _keep_all_bytes(step: Step) -> int:
 
 
 def _planned(joint: _Joint, budget: int | float | str, options: Mapping[str, Any]) -> tuple[Plan, Schedule, int, int]:
-    """What ``_found`` finds, remembered: the compiler captures a graph again where a number in it has changed, or a flag."""
+    """What ``_found`` finds, remembered: the compiler captures a graph again where a number in it has changed, or a flag.
+
+    The best of an interrupted search is not remembered: who captures the graph again may wait for a better one.
+    """
     graph = joint.step.graph
     structure = graph.fingerprint(), tuple(op.backward for op in graph.ops), joint.copied
     places = tuple(tuple(joint.values(list(nodes))) for nodes in (joint.forward, joint.primals, joint.tangents))
     key = (*structure, *places, repr(budget), repr(sorted(options.items())))
-    if key not in _known:
-        found = _found(joint, budget, options)
+    if key in _known:
+        return _known[key]
+    found = _found(joint, budget, options)
+    if found[0].notes.get("stopped") != "interrupted":
         while len(_known) >= _REMEMBERED:
             del _known[next(iter(_known))]
         _known[key] = found
-    return _known[key]
+    return found
 
 
 _REMEMBERED = 100  # plans

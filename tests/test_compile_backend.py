@@ -10,6 +10,7 @@ import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -375,6 +376,23 @@ def test_what_is_captured_again_is_not_planned_again(monkeypatch: pytest.MonkeyP
     same(train(compiled, model, (x,)), train(twin, twin, (x,)))
     assert len(planned_bytes(lines)) == 3
     assert len(budgets) == 1
+
+
+def test_the_best_of_an_interrupted_search_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan_halves = compile_backend.plan_halves
+    plans: list[Plan] = []
+
+    def interrupted_once(graph: Graph, budget: int, **options: Any) -> Plan:
+        found = plan_halves(graph, budget, **options)
+        plans.append(found if plans else replace(found, notes={**found.notes, "stopped": "interrupted"}))
+        return plans[-1]
+
+    monkeypatch.setattr(compile_backend, "plan_halves", interrupted_once)
+    model, inputs = mlp()
+    for count in (1, 2, 2):
+        torch._dynamo.reset()
+        torch.compile(model, backend=belady, options={**TIGHT, "budget": 1.0})(*inputs)
+        assert len(plans) == count
 
 
 @pytest.mark.parametrize(
