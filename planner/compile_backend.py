@@ -128,7 +128,7 @@ class _Joint:
     tangents: list[fx.Node]
     copied: frozenset[int]
 
-    def values(self, entries: list[Any]) -> list[int]:
+    def values(self, entries: Iterable[Any]) -> list[int]:
         value_of = self.step.value_of
         return [value_of[node] for node in entries if isinstance(node, fx.Node) and node in value_of]
 
@@ -154,13 +154,14 @@ def _partition(
     step = _with_late_ops_backward(step, tangents)
     joint = _Joint(step, outputs[:forward_outputs], outputs[forward_outputs:], primals, tangents, frozenset())
     joint = replace(joint, copied=_copied(joint, changed_inputs(module), parameter_inputs(module, examples)))
-    planned, schedule, peak_bytes, budget_bytes = _planned(joint, budget, options)
-    forward, backward, saved = _cut(joint, schedule)
+    planned = _planned(joint, budget, options)
+    forward, backward, saved = _cut(joint, planned.schedule)
     log.info(
         "planned a graph of %d ops with %s: peak %s bytes of the budget of %s bytes (%s to keep all), %d ops run again for "
         "%.2f %% more time, %d tensors saved for the backward",
-        len(step.graph.ops), planned.method, f"{peak_bytes:,}", f"{budget_bytes:,}", f"{_keep_all_bytes(step):,}",
-        simulate(step.graph, schedule).recomputed_ops, 100 * (planned.overhead or 0.0), saved,
+        len(step.graph.ops), planned.plan.method, f"{planned.peak_bytes:,}", f"{planned.budget_bytes:,}",
+        f"{_keep_all_bytes(step):,}", simulate(step.graph, planned.schedule).recomputed_ops,
+        100 * (planned.plan.overhead or 0.0), saved,
     )  # fmt: skip
     return forward, backward
 
@@ -197,19 +198,34 @@ def _keep_all_bytes(step: Step) -> int:
     return simulate(step.graph, keep_all(step.graph)).peak_bytes
 
 
-def _planned(joint: _Joint, budget: int | float | str, options: Mapping[str, Any]) -> tuple[Plan, Schedule, int, int]:
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """A plan for a joint graph, and how it is carried out.
+
+    schedule      without the frees of what the forward returns, which stays in memory from when it is made
+    peak_bytes    of this schedule, copies that the backward reads included
+    budget_bytes  what it is planned for
+    """
+
+    plan: Plan
+    schedule: Schedule
+    peak_bytes: int
+    budget_bytes: int
+
+
+def _planned(joint: _Joint, budget: int | float | str, options: Mapping[str, Any]) -> _Planned:
     """What ``_found`` finds, remembered: the compiler captures a graph again where a number in it has changed, or a flag.
 
     The best of an interrupted search is not remembered: who captures the graph again may wait for a better one.
     """
     graph = joint.step.graph
     structure = graph.fingerprint(), tuple(op.backward for op in graph.ops), joint.copied
-    places = tuple(tuple(joint.values(list(nodes))) for nodes in (joint.forward, joint.primals, joint.tangents))
+    places = tuple(tuple(joint.values(nodes)) for nodes in (joint.forward, joint.primals, joint.tangents))
     key = (*structure, *places, repr(budget), repr(sorted(options.items())))
     if key in _known:
         return _known[key]
     found = _found(joint, budget, options)
-    if found[0].notes.get("stopped") != "interrupted":
+    if found.plan.notes.get("stopped") != "interrupted":
         while len(_known) >= _REMEMBERED:
             del _known[next(iter(_known))]
         _known[key] = found
@@ -217,11 +233,11 @@ def _planned(joint: _Joint, budget: int | float | str, options: Mapping[str, Any
 
 
 _REMEMBERED = 100  # plans
-_known: dict[tuple[Any, ...], tuple[Plan, Schedule, int, int]] = {}
+_known: dict[tuple[Any, ...], _Planned] = {}
 
 
-def _found(joint: _Joint, budget: int | float | str, options: Mapping[str, Any]) -> tuple[Plan, Schedule, int, int]:
-    """What ``_fitting`` finds, and the budget it is for in bytes."""
+def _found(joint: _Joint, budget: int | float | str, options: Mapping[str, Any]) -> _Planned:
+    """What ``_fitting`` finds in the budget or, where that is a share it finds nothing in, in the fewest bytes known to work."""
     whole_bytes = _keep_all_bytes(joint.step)
     budget_bytes = asked = resolve_budget(budget, whole_bytes)
     while True:
@@ -239,12 +255,11 @@ def _found(joint: _Joint, budget: int | float | str, options: Mapping[str, Any])
                 "not for the share of %s; a budget in bytes would be refused",
                 len(joint.step.graph.ops), f"{budget_bytes:,}", budget_bytes / whole_bytes, budget,
             )  # fmt: skip
-        return *found, budget_bytes
+        return found
 
 
-def _fitting(joint: _Joint, budget_bytes: int, options: Mapping[str, Any]) -> tuple[Plan, Schedule, int]:
-    """A plan; its schedule without the frees of what the forward returns, which stays in memory from when it is made; its peak,
-    copies that the backward reads included.
+def _fitting(joint: _Joint, budget_bytes: int, options: Mapping[str, Any]) -> _Planned:
+    """A plan that fits with the copies its backward reads.
 
     Where there is no room for copies, ops that read what would be copied run once.
     """
@@ -255,7 +270,7 @@ def _fitting(joint: _Joint, budget_bytes: int, options: Mapping[str, Any]) -> tu
             found = _plan(graph, budget_bytes, copied_bytes, options)
             schedule, peak_bytes, needed_bytes = _with_copies(joint, found)
             if peak_bytes <= budget_bytes:
-                return found, schedule, peak_bytes
+                return _Planned(found, schedule, peak_bytes, budget_bytes)
             assert needed_bytes > copied_bytes, "there was room for as many copies"
             copied_bytes = needed_bytes
     except (InfeasibleBudget, NoScheduleFound) as error:
@@ -267,7 +282,7 @@ def _fitting(joint: _Joint, budget_bytes: int, options: Mapping[str, Any]) -> tu
         found = _plan(replace(graph, ops=once), budget_bytes, 0, options)
         schedule, peak_bytes, _ = _with_copies(joint, found)
         if peak_bytes <= budget_bytes:
-            return found, schedule, peak_bytes
+            return _Planned(found, schedule, peak_bytes, budget_bytes)
     except (InfeasibleBudget, NoScheduleFound) as error:
         if works_bytes is not None and error.works_bytes is not None:
             works_bytes = min(works_bytes, error.works_bytes)
@@ -305,7 +320,7 @@ def _with_copies(joint: _Joint, found: Plan) -> tuple[Schedule, int, int]:
 
 
 def _start_of_backward(joint: _Joint, schedule: Schedule) -> int:
-    return first_late(joint.step.graph, schedule, joint.values(list(joint.tangents)))
+    return first_late(joint.step.graph, schedule, joint.values(joint.tangents))
 
 
 def _cut(joint: _Joint, schedule: Schedule) -> tuple[fx.GraphModule, fx.GraphModule, int]:
