@@ -171,9 +171,10 @@ _library.define(  # type: ignore[no-untyped-call]
 )
 
 
-def _bernoulli(
+def bernoulli(
     size: list[int], stride: list[int], p: float, divisor: float, *, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
+    """Ones with probability ``p``, else zeros, divided by ``divisor``: what ``belady::bernoulli`` runs."""
     drawn = torch.empty_strided(size, stride, dtype=dtype, device=device).bernoulli_(p)
     return drawn if divisor == 1 else drawn.div_(divisor)
 
@@ -184,7 +185,7 @@ def _bernoulli_fake(
     return torch.empty_strided(size, stride, dtype=dtype, device=device)
 
 
-_library.impl("bernoulli", _bernoulli, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+_library.impl("bernoulli", bernoulli, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
 torch.library.register_fake("belady::bernoulli", _bernoulli_fake, lib=_library)
 
 

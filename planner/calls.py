@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from graphs.rewrite import bernoulli
 from graphs.torch_private import OpOverload, TorchDispatchMode, tree_leaves
 
 _known: dict[tuple[Any, ...], tuple[str, Any]] = {}
@@ -21,10 +22,13 @@ _known: dict[tuple[Any, ...], tuple[str, Any]] = {}
 def quickest(node: fx.Node) -> tuple[str, Any]:
     """Opcode and target of an FX node that does what the call ``node`` does, with the same arguments.
 
-    That is ``("call_method", name)``, ``("call_function", torch.name)``, or those of ``node`` itself where neither is the same.
+    That is ``("call_method", name)``, ``("call_function", torch.name)``, or those of ``node`` itself where neither is the same;
+    of our own operator, the function it runs.
     Factories (calls without a tensor) stay as they are: the default device would change what ``torch.zeros`` means.
     """
     same = node.op, node.target
+    if node.target is torch.ops.belady.bernoulli.default:  # an operator written in Python: its function without the dispatcher
+        return "call_function", bernoulli
     if not isinstance(node.target, OpOverload) or node.target.namespace != "aten":
         return same
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda argument: argument.meta.get("val"))

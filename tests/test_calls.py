@@ -5,6 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from graphs.capture import Step, bind, capture
+from graphs.rewrite import bernoulli
 from graphs.torch_private import OpOverload, TorchDispatchMode, tree_leaves
 from planner.calls import quickest
 from planner.execute import lower
@@ -39,6 +40,11 @@ def test_known_calls(step: Step) -> None:
     assert ("call_function", torch.native_layer_norm) in _calls(step, "aten::native_layer_norm")
     assert ("call_method", "transpose") in _calls(step, "aten::transpose")
     assert ("call_function", torch.cat) in _calls(step, "aten::cat")
+
+
+def test_our_own_operator_is_called_without_the_dispatcher() -> None:
+    step = capture(nn.Sequential(nn.Linear(6, 6), nn.Dropout()), torch.randn(4, 6), loss=lambda out: out.sum())
+    assert _calls(step, "belady::bernoulli") == [("call_function", bernoulli)]
 
 
 def test_what_would_end_elsewhere_stays(step: Step) -> None:

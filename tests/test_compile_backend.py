@@ -38,6 +38,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor 
 TIGHT = {"budget": 0.4, "gap": 0.2, "time_limit_s": 5.0}
 VIEWS = {"aten.t.default", "aten.view.default", "aten.detach.default", "aten.transpose.int", "aten.expand.default"}
 COPIES = {"aten.clone.default", "aten.copy_.default"}  # of old statistics that the backward needs, and of new ones into buffers
+BESIDE_DRAWS = {"aten.empty_strided.default", "aten.div_.Tensor"}  # a mask is drawn into new memory and scaled, as one op
 
 
 class Mlp(nn.Module):
@@ -256,7 +257,7 @@ def test_the_whole_plan_is_carried(inside: Modes, lines: pytest.LogCaptureFixtur
         compiled = torch.compile(model, backend=belady, options={**TIGHT, "budget": budget})
         inside[:] = [calls := Calls()]
         compiled(*inputs)[0].backward()
-        counts.append(calls.counts.total() - sum(n for name, n in calls.counts.items() if name in VIEWS | COPIES))
+        counts.append(calls.counts.total() - sum(n for name, n in calls.counts.items() if name in VIEWS | COPIES | BESIDE_DRAWS))
     kept, tight = planned_bytes(lines)
     assert counts[0] == kept["ops"]
     assert counts[1] == tight["ops"] + tight["again"]
