@@ -356,7 +356,7 @@ def _nothing_donated() -> Iterator[None]:
     from torch._functorch._aot_autograd import graph_compile
 
     original = graph_compile.collect_bw_donated_buffer_idxs
-    graph_compile.collect_bw_donated_buffer_idxs = lambda *_: []
+    graph_compile.collect_bw_donated_buffer_idxs = lambda *_, **__: []
     try:
         yield
     finally:
