@@ -577,11 +577,39 @@ def test_blocks_are_tried_before_a_large_milp_where_the_bound_is_far(large: bool
     monkeypatch.setattr(cutting_stages, "_minimise", noted)
     monkeypatch.setattr(cutting_stages, "_blocks", lambda _: blocks.append(None))
     monkeypatch.setattr(cutting_stages, "BLOCKS_ROUND", 0)  # not by that
+    monkeypatch.setattr(cutting_stages, "FAR_AWAY", math.inf)  # nor at once
     monkeypatch.setattr(cutting_stages, "CHEAP_ROUNDS", 0 if large else 99)
     for seed in (0, 4):
         graph = random_training(12, seed)
         solve(graph, int(0.7 * simulate(graph, keep_all(graph)).peak_bytes), gap=0.0, time_limit_s=20)
     assert set(milps) == {(True, large), (False, False)}
+
+
+@pytest.mark.parametrize("far", [True, False])
+def test_blocks_are_tried_at_once_where_the_first_walks_are_far_off(far: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    rounds: list[int] = []
+    monkeypatch.setattr(cutting_stages, "_blocks", lambda search: rounds.append(search.notes["rounds"]))
+    monkeypatch.setattr(cutting_stages, "FAR_AWAY", 0.0 if far else math.inf)
+    graph = random_training(12, 0)
+    solve(graph, int(0.7 * simulate(graph, keep_all(graph)).peak_bytes), gap=0.0, time_limit_s=20)
+    assert (min(rounds) == 1) is far
+
+
+def test_walks_follow_smaller_budgets_until_that_is_of_no_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    whole = cutting_stages.stage_model
+
+    def noted(graph: Graph, budget_bytes: int, events: list[int], *arguments: Any, **options: Any) -> Any:
+        if not arguments:
+            asked.append(budget_bytes)
+        return whole(graph, budget_bytes, events, *arguments, **options)
+
+    monkeypatch.setattr(cutting_stages, "stage_model", noted)
+    monkeypatch.setattr(cutting_stages._Search, "follow", lambda *_: None)
+    graph = random_training(12, 0)
+    budget_bytes = int(0.7 * simulate(graph, keep_all(graph)).peak_bytes)
+    solve(graph, budget_bytes, gap=0.0, time_limit_s=20)
+    assert asked == [int(share * budget_bytes) for share in cutting_stages.SHRINK[: cutting_stages.IDLE_GUIDES]]
 
 
 def without_backward(nested: bool) -> cutting_stages._Search:

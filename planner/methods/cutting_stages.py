@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 METHOD = "cutting_stages"
 SHRINK = (0.97, 0.94, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5)  # budgets of the one-event MILPs that list walks follow
+IDLE_GUIDES = 2  # so many of them in a row that help no further are the last ones
 # Events added a round at most, fewer by one for each cut; after a relaxation that raised the bound by this share of its distance
 # to the incumbent more, up to so many variables, and those whose rows are slack go.
 NEW_PER_ROUND, STEEP, NEW_RELAXED, RELAXED_VARIABLES, SLACK = 2, 0.03, 4, 8_000, 1e-9
@@ -56,7 +57,7 @@ LEAST_RISE = 0.001  # and new rows on spans that raise it by less are the last o
 WHOLE, PARTS, MOST_PARTS, FAR_AWAY = 0.01, 0.02, 0.1, 0.05
 BEYOND_WORK = 100_000  # between two looks at the clock where a MILP takes longer
 # Blocks are tried after so many rounds, before a large MILP where the bound is this share of the keep-all time away, or at once
-# where nothing fits so far, for this share of the time that is left.
+# where it is FAR_AWAY or nothing fits so far, for this share of the time that is left.
 BLOCKS_ROUND, BLOCKS_DISTANCE, BLOCKS_SHARE, FINE_GRID, BLOCKS_WORK = 3, 0.02, 0.15, {"peaks": 6, "saves": 12}, 4_000_000
 # Sets of values to visit, and share of the time left, at most, where nothing fits so far; moves, and ops of walks, for making
 # that cheaper at a time, and what is much.
@@ -323,6 +324,8 @@ def _first_schedules(search: _Search, guide: Callable[[float], None] | None) -> 
         search.follow(list(computes(search.best)))
     if guide is not None and not search.nested:
         guide(until)
+    if search.time_ns is not None and search.distance_ns > FAR_AWAY * search.base:
+        _blocks(search)
     search.tell_cut_short(time.perf_counter() >= until)
     if search.time_ns is None and not _pebble(search):
         return False
@@ -398,8 +401,13 @@ def _shorten(search: _Search) -> None:
 
 
 def _guide(search: _Search, closed_graph: Graph, event: int, until: float) -> None:
-    """Early schedules: list walks along what one-event MILPs at shrunk budgets would do. None begins after ``until``."""
+    """Early schedules: list walks along what one-event MILPs at shrunk budgets would do, until some in a row are no better.
+
+    None begins after ``until``.
+    """
+    idle = 0
     for share in SHRINK:
+        before_ns = search.time_ns
         model = stage_model(closed_graph, int(share * search.budget_bytes), [event])
         answer = model.milp.minimise(
             time_limit_s=search.left_s, gap=0.002 * search.base / model.unit_ns, node_limit=50, seed=search.seed
@@ -407,6 +415,9 @@ def _guide(search: _Search, closed_graph: Graph, event: int, until: float) -> No
         if answer.values is None or search.done() or time.perf_counter() >= until:
             return
         search.follow(walk(model, model.kept(answer)))
+        idle = idle + 1 if search.time_ns is not None and search.time_ns == before_ns else 0
+        if idle == IDLE_GUIDES:
+            return
 
 
 def _search_on(search: _Search) -> None:
