@@ -10,9 +10,10 @@ of the least time that any schedule through them can take (Hart, Nilsson, Raphae
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from graphs.ir import Graph
@@ -61,16 +62,14 @@ class _Search:
         outputs = _bits(x for x in graph.outputs if graph.producer[x] >= 0)
         # After so many first executions: what those to come read, or has to be there at the end; and what may ever be of use
         self._wanted, self._useful = [outputs], [self._all_before(outputs)]
-        made = _bits(x for x, v in enumerate(graph.producer) if v >= 0)
         for t in reversed(range(len(graph.ops))):
-            made &= ~self._makes[t]
             self._wanted.append((self._wanted[-1] | self._reads[t]) & ~self._makes[t])
             self._useful.append(self._all_before(self._wanted[-1]))
         self._wanted.reverse()
         self._useful.reverse()
 
     def _all_before(self, values: int) -> int:
-        """These values, and all that they can be made from again."""
+        """These values, and all that they may be made from again."""
         producer, found, todo = self._graph.producer, 0, values
         while todo:
             x = todo.bit_length() - 1
@@ -102,67 +101,76 @@ class _Search:
             todo |= self._reads[op] & ~seen
         return owed_ns
 
+    def _frees(self, present: int, op: int, begin: int) -> Iterator[int]:
+        """Values that may go while an op runs, from a number on: freed in this order, no set of them comes up twice."""
+        stays = self._reads[op] | self._makes[op]
+        return (x for x in _members(present & ~stays & (-1 << begin)) if self._size[x])
+
+    def _runs(self, t: int, present: int) -> Iterator[int]:
+        """Ops that may run: those that have before and make something of use again, and the first one that has not."""
+        missing = self._useful[t] & ~present
+        for v, op in enumerate(self._graph.ops[:t]):
+            if self._makes[v] & missing and not op.effect and not self._reads[v] & ~present:
+                yield v
+        if t < len(self._graph.ops) and not self._reads[t] & ~present:
+            yield t
+
     def run(self, below_ns: float, states: int, deadline: float, proves: Callable[[int], None] | None) -> Searched:
         ops = self._graph.ops
-        count, base_ns = len(ops), self._graph.keep_all_time_ns
-        below_ns -= base_ns
-        bound_ns = 0.0
-        # Where a state comes from: the one before, and the op between.
-        before, between = [-1], [-1]
-        # Extra time at least, first executions to come, extra time so far, values, state, op to run, next value to free for it
-        heap: list[tuple[float, int, int, int, int, int, int]] = [(0.0, count, 0, 0, 0, -1, 0)]
-        best: dict[tuple[int, int], int] = {}
-        while heap:
-            least_ns, to_come, paid_ns, present, state, op, free_from = heapq.heappop(heap)
-            t = count - to_come
-            if op >= 0:
-                held = self._bytes(present) + ops[op].workspace_bytes
-                if held > self._room_bytes:
-                    stays = self._reads[op] | self._makes[op]
-                    for x in _members(present & ~stays):
-                        if x >= free_from:
-                            fewer = present & ~(1 << x)
-                            owed_ns = paid_ns + self._owed_ns(t, fewer)
-                            if owed_ns < below_ns:
-                                heapq.heappush(heap, (owed_ns, to_come, paid_ns, fewer, state, op, x + 1))
-                    continue
-                before.append(state)
-                between.append(op)
-                state = len(before) - 1
+        base_ns = self._graph.keep_all_time_ns
+        below_ns, bound_ns = below_ns - base_ns, 0.0
+        before, between = [-1], [-1]  # of each state, the one that it comes from, and the op that ran between
+        best: dict[tuple[int, int], int] = {}  # the least extra time of first executions so far and values in memory
+        # What comes, by the extra time that it takes at least: minus the first executions so far, extra time so far, values in
+        # memory, the state before, the op that runs from there, and the first value that may still be freed for it.
+        heap: list[tuple[float, int, int, int, int, int, int]] = [(0.0, 0, 0, 0, 0, -1, 0)]
+        for looked_at in itertools.count(1):
+            if not heap:
+                return Searched(base_ns + below_ns, None)
+            if len(best) + len(heap) > states or (looked_at % 1024 == 0 and time.perf_counter() >= deadline):
+                return Searched(base_ns + bound_ns, None)
+            least_ns, t, paid_ns, present, state, op, begin = heapq.heappop(heap)
+            t = -t
             if least_ns > bound_ns:
                 bound_ns = least_ns
                 if proves is not None:
                     proves(int(base_ns + bound_ns))
+            if op >= 0 and self._bytes(present) + ops[op].workspace_bytes > self._room_bytes:
+                for x in self._frees(present, op, begin):
+                    fewer = present ^ 1 << x
+                    least_ns = paid_ns + self._owed_ns(t, fewer)
+                    if least_ns < below_ns:
+                        heapq.heappush(heap, (least_ns, -t, paid_ns, fewer, state, op, x + 1))
+                continue
             present &= self._useful[t]
             if best.get((t, present), math.inf) <= paid_ns:
                 continue
             best[t, present] = paid_ns
-            if not to_come and not self._wanted[t] & ~present:
-                return Searched(base_ns + least_ns, self._path(before, between, state))
-            if len(best) + len(heap) >= states or (len(best) % 1024 == 0 and time.perf_counter() >= deadline):
-                return Searched(base_ns + bound_ns, None)
-            for v in range(min(t + 1, count)):
-                if self._reads[v] & ~present:
-                    continue
-                if v < t and (ops[v].effect or not self._makes[v] & self._useful[t] & ~present):
-                    continue
-                after = present | self._makes[v]
-                paid = paid_ns + (ops[v].time_ns if v < t else 0)
-                least = paid + self._owed_ns(t + (v == t), after)
-                if least < below_ns:
-                    heapq.heappush(heap, (least, to_come - (v == t), paid, after, state, v, 0))
-        return Searched(base_ns + below_ns, None)
-
-    @staticmethod
-    def _path(before: list[int], between: list[int], state: int) -> list[int]:
-        runs = []
-        while state:
-            runs.append(between[state])
-            state = before[state]
-        return runs[::-1]
+            if op >= 0:
+                before.append(state)
+                between.append(op)
+                state = len(before) - 1
+            if t == len(ops) and not self._wanted[t] & ~present:
+                return Searched(base_ns + least_ns, _path(before, between, state))
+            for v in self._runs(t, present):
+                after, then = present | self._makes[v], t + (v == t)
+                paid = paid_ns + (0 if v == t else ops[v].time_ns)
+                least_ns = paid + self._owed_ns(then, after)
+                if least_ns < below_ns:
+                    heapq.heappush(heap, (least_ns, -then, paid, after, state, v, 0))
+        raise AssertionError("unreachable")
 
 
-def _bits(values: Iterator[int] | tuple[int, ...]) -> int:
+def _path(before: list[int], between: list[int], state: int) -> list[int]:
+    """The ops that lead to a state."""
+    runs = []
+    while state:
+        runs.append(between[state])
+        state = before[state]
+    return runs[::-1]
+
+
+def _bits(values: Iterable[int]) -> int:
     mask = 0
     for x in values:
         mask |= 1 << x
