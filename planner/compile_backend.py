@@ -271,6 +271,8 @@ def _fitting(joint: _Joint, budget_bytes: int, options: Mapping[str, Any]) -> _P
             schedule, peak_bytes, needed_bytes = _with_copies(joint, found)
             if peak_bytes <= budget_bytes:
                 return _Planned(found, schedule, peak_bytes, budget_bytes)
+            if found.notes.get("stopped") == "interrupted":
+                raise KeyboardInterrupt  # what was found until then does not fit, and who stops a search wants no other one
             assert needed_bytes > copied_bytes, "there was room for as many copies"
             copied_bytes = needed_bytes
     except (InfeasibleBudget, NoScheduleFound) as error:

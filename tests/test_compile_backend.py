@@ -396,6 +396,22 @@ def test_the_best_of_an_interrupted_search_is_not_kept(monkeypatch: pytest.Monke
         assert len(plans) == count
 
 
+def test_an_interrupted_search_whose_best_does_not_fit_ends_the_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan_halves = compile_backend.plan_halves
+    searches: list[int] = []
+
+    def interrupted(graph: Graph, budget: int, **options: Any) -> Plan:
+        searches.append(budget)
+        return replace(plan_halves(graph, budget, **options), notes={"stopped": "interrupted"})
+
+    monkeypatch.setattr(compile_backend, "plan_halves", interrupted)
+    monkeypatch.setattr(compile_backend, "_with_copies", lambda joint, found: (found.schedule, 2**60, 2**60))
+    model, inputs = mlp()
+    with pytest.raises(KeyboardInterrupt):
+        torch.compile(model, backend=belady, options={**TIGHT, "budget": 1.0})(*inputs)
+    assert len(searches) == 1
+
+
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
