@@ -304,7 +304,7 @@ class Loaded:
             raise InputError(f"{name} cannot be built: {str(error).strip().partition(chr(10))[0] or 'out of memory'}") from error
         status(f"capturing {name}")
         step = capture(model, self.inputs, loss=loss, name=Path(name).stem if ":" in name else name)
-        costs = arguments.costs or "auto"
+        costs = "auto" if arguments.costs is None else arguments.costs
         status(f"pricing {len(step.graph.ops)} ops ({costs})")
         self.step = with_costs(step, costs, progress=lambda done, total: status(f"timing distinct ops: {done} of {total}"))
         self.graph = self.step.graph
