@@ -53,12 +53,13 @@ RELAXED_WORK, ANNEALED_RELAXED = 2_000, 12_000  # while its relaxation is solved
 # distance to the incumbent, and a MILP is solved.
 RELAX_SHARE, STALLED, CLIMB = 0.6, 2, 0.005
 LEAST_RISE = 0.001  # and new rows on spans that raise it by less are the last ones
-# Nearness to a whole number; shares of variables that are not, where the bound stays and where it rises; of the keep-all time
-WHOLE, PARTS, MOST_PARTS, FAR_AWAY = 0.01, 0.02, 0.1, 0.05
+# Nearness to a whole number; the share of variables that are not which a solution may have, and in models with so many whole ones
+# where a relaxation has raised the bound by this share of its distance; of the keep-all time
+WHOLE, PARTS, MOST_PARTS, MANY_VARIABLES, MUCH_CLIMB, FAR_AWAY = 0.01, 0.02, 0.1, 4_000, 0.1, 0.05
 BEYOND_WORK = 100_000  # between two looks at the clock where a MILP takes longer
 # Blocks are tried after so many rounds, before a large MILP where the bound is this share of the keep-all time away, or at once
 # where it is FAR_AWAY or nothing fits so far, for this share of the time that is left.
-BLOCKS_ROUND, BLOCKS_DISTANCE, BLOCKS_SHARE, FINE_GRID, BLOCKS_WORK = 3, 0.02, 0.15, {"peaks": 6, "saves": 12}, 4_000_000
+BLOCKS_ROUND, BLOCKS_DISTANCE, BLOCKS_SHARE, FINE_GRID, BLOCKS_WORK = 3, 0.02, 0.15, {"peaks": 12, "saves": 8}, 4_000_000
 # Sets of values to visit, and share of the time left, at most, where nothing fits so far; moves, and ops of walks, for making
 # that cheaper at a time, and what is much.
 PEBBLE_STATES, PEBBLE_SHARE, PEBBLE_MOVES, PEBBLE_WORK, MUCH = 4_000, 0.15, 1_000_000, 500_000, 0.03
@@ -471,7 +472,8 @@ def _relax(
     between = sum(min(x, 1 - x) > WHOLE for x, integer in zip(answer.values, model.milp.integer, strict=True) if integer)
     share = 0.0 if search.distance_ns > FAR_AWAY * search.base else between / sum(model.milp.integer)
     search.relaxes = share <= MOST_PARTS
-    return answer if share <= (PARTS if search.stalled else MOST_PARTS) else None, rows
+    most = MOST_PARTS if search.climbed > MUCH_CLIMB and sum(model.milp.integer) > MANY_VARIABLES else PARTS
+    return answer if share <= most else None, rows
 
 
 def _idle(model: StageModel, answer: Answer) -> list[int]:
