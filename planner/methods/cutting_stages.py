@@ -77,7 +77,8 @@ EXACT = 0.02  # to this share of the asked gap, where that takes
 FINEST = 1e-9  # nor is any MILP solved more exactly than to this share of the keep-all time
 CHEAP_EFFORT = 0.5  # no more than about so many seconds' work
 COARSE, SAT_COARSE = 0.25, 0.1  # and what is not, first to this share of the distance between bound and incumbent
-TINY_GAP, MOST_TINY = 0.1, 1e-3  # share of the budget, per gap and at most, that values without variables take at first
+# Share of the budget that values without variables take at first, per gap, and at most, as it is where the bound is FAR_AWAY
+TINY_GAP, MOST_TINY = 0.1, 1e-3
 
 
 def solve(
@@ -207,8 +208,10 @@ def _rounds(search: _Search) -> bool:
     rows: list[SpanRow] = []
     refined = 0
     large, seconds = LARGE, list[int]()  # what overflow asks for second events; those of the round before
-    tiny_share = max(TINY, min(MOST_TINY, TINY_GAP * search.gap))
+    near_share = max(TINY, min(MOST_TINY, TINY_GAP * search.gap))
     for round_ in itertools.count(1):
+        is_far = search.distance_ns > FAR_AWAY * search.base
+        tiny_share = MOST_TINY if is_far and near_share > TINY else near_share
         model = stage_model(closed_graph, search.budget_bytes, events, cuts, tiny_share=tiny_share)
         cheap = round_ <= CHEAP_ROUNDS and len(model.milp.cost) <= CHEAP_VARIABLES
         aim = EXACT * search.gap if cheap else search.gap
@@ -266,7 +269,7 @@ def _rounds(search: _Search) -> bool:
         elif relaxed:
             search.stalled = STALLED
         elif tiny_share > TINY:
-            tiny_share = TINY
+            near_share = TINY
         elif tolerance_ns > finest_ns or answer.outcome is Outcome.STOPPED:
             refined += 1
         else:
