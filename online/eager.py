@@ -46,7 +46,6 @@ from graphs.torch_private import (
 from online.engine import Counters, Option, OutOfMemory, Release, Thrashed
 from online.growing import GrowingEngine
 from online.heuristics import HEURISTICS
-from online.pauses import old_objects_left_alone
 from online.recipes import (
     BOUNDS,
     GIVEN,
@@ -72,6 +71,7 @@ from online.runtime import Failure, Run, RunStatus, rule
 from online.workspace import Workspace, learned_workspaces
 from planner.budget import resolve_budget
 from planner.draws import generator_state
+from planner.pauses import old_objects_left_alone
 from planner.schedule import Compute, Free, Schedule, to_json
 from planner.simulate import simulate
 

@@ -17,9 +17,9 @@ from graphs.program import Program, program_of
 from online.allocators import ALLOCATORS, ARENAS, AddressUse, Arena, new_allocator
 from online.engine import Counters, Driver, Engine, Option, OutOfMemory, Release, Thrashed
 from online.heuristics import ADDRESS_HEURISTICS, DEFAULT_RULE, HEURISTICS, Heuristic
-from online.pauses import old_objects_left_alone
 from planner.bounds import least_bytes
 from planner.budget import format_bytes, resolve_budget
+from planner.pauses import old_objects_left_alone
 from planner.plan import check_options, graph_of, infeasible
 from planner.result import Plan
 from planner.schedule import Schedule, from_json, keep_all

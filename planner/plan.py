@@ -16,6 +16,7 @@ from planner.bounds import least_bytes
 from planner.budget import format_bytes, resolve_budget
 from planner.early import in_halves, with_early_kept
 from planner.methods import method as method_named
+from planner.pauses import rare_collections
 from planner.result import Plan, Status
 from planner.schedule import Compute, Free, Schedule, computes, first_runs, in_graph_order, keep_all
 from planner.simulate import simulate
@@ -143,7 +144,8 @@ def solve(graph: Graph, budget_bytes: int, *, method: str = METHOD, **options: o
             )
         options["start"] = schedule = tuple(start)
         simulate(graph, schedule)  # an unusable start is the caller's mistake: say so before solving
-    return run(graph, budget_bytes, **options)
+    with rare_collections():
+        return run(graph, budget_bytes, **options)
 
 
 def _is_step(step: object) -> bool:

@@ -1,4 +1,4 @@
-"""The garbage collector during runs: away from old objects, and as before afterwards."""
+"""The garbage collector during runs and searches: away from old objects, rare, and as before afterwards."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ import weakref
 
 import pytest
 
-from online.pauses import old_objects_left_alone
+from graphs.ir import Graph
+from graphs.synthetic import chain
+from planner import Plan, solve
+from planner.methods import method as method_named
+from planner.pauses import NEW_OBJECTS, old_objects_left_alone, rare_collections
 
 
 class Node:
@@ -41,7 +45,7 @@ def test_old_objects_are_frozen_until_the_outermost_block_ends() -> None:
 def test_what_others_have_frozen_stays_so() -> None:
     code = """
 import gc
-from online.pauses import old_objects_left_alone
+from planner.pauses import old_objects_left_alone
 gc.freeze()
 before = gc.get_freeze_count()
 for _ in range(2):
@@ -51,3 +55,41 @@ assert gc.get_freeze_count() == before
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_collections_are_rare_until_the_last_search_ends() -> None:
+    before = gc.get_threshold()
+    with pytest.raises(ZeroDivisionError), rare_collections():
+        assert gc.get_threshold() == (NEW_OBJECTS, *before[1:])
+        other = rare_collections()
+        other.__enter__()  # of another thread, say
+        raise ZeroDivisionError
+    assert gc.get_threshold()[0] == NEW_OBJECTS
+    other.__exit__(None, None, None)
+    assert gc.get_threshold() == before
+
+
+@pytest.mark.parametrize("number", [0, 10 * NEW_OBJECTS])
+def test_who_wants_fewer_collections_still_gets_them(number: int) -> None:
+    before = gc.get_threshold()
+    gc.set_threshold(number)
+    try:
+        with rare_collections():
+            assert gc.get_threshold()[0] == number
+        assert gc.get_threshold()[0] == number
+    finally:
+        gc.set_threshold(*before)
+
+
+def test_a_search_collects_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+
+    def method(graph: Graph, budget_bytes: int) -> Plan:
+        seen.append(gc.get_threshold()[0])
+        return whole(graph, budget_bytes)
+
+    module = sys.modules["planner.plan"]  # ``planner.plan`` is the function
+    whole = method_named("keep_all")
+    monkeypatch.setattr(module, "method_named", lambda _: method)
+    solve(chain(3), 10**9)
+    assert seen == [NEW_OBJECTS]
