@@ -188,7 +188,7 @@ def _has_layout(tensor: Tensor) -> bool:
     return _can_be_built(tensor) and tensor.numel() > 0 and sum(n > 1 for n in tensor.shape) > 1
 
 
-def _extent(shape: Sequence[int], strides: Sequence[int]) -> int:
+def extent(shape: Sequence[int], strides: Sequence[int]) -> int:
     """Elements from the first to the last."""
     return 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
 
@@ -196,7 +196,7 @@ def _extent(shape: Sequence[int], strides: Sequence[int]) -> int:
 def _real(tensor: Tensor) -> Tensor:
     """A real tensor for a stand-in. Ones are probabilities and divisors, zeros are indices."""
     value = 1 if tensor.is_floating_point() or tensor.is_complex() else 0
-    memory = torch.full((_extent(tensor.shape, tensor.stride()),), value, dtype=tensor.dtype, device=tensor.device)
+    memory = torch.full((extent(tensor.shape, tensor.stride()),), value, dtype=tensor.dtype, device=tensor.device)
     return memory.as_strided(tensor.shape, tensor.stride())
 
 
@@ -219,7 +219,7 @@ def _like(found: _Layout, tensor: Tensor, small: Mapping[int, int]) -> Strides |
     """Strides for a result from those that the kernel gave it when it was small; None where they do not say."""
     if found is None or found[0] != tuple(small[n] for n in tensor.shape):
         return None
-    dense = _extent(*found) == math.prod(found[0])
+    dense = extent(*found) == math.prod(found[0])
     return _relaid(*found, tensor.shape) if dense else None
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from graphs.capture import Step
+from graphs.layouts import extent
 from graphs.rewrite import outputs_of
 from graphs.torch_private import BoxedCodeGen, storage_key
 from planner.calls import quickest
@@ -86,8 +87,8 @@ class Code:
         if torch.empty_like(value).stride() == value.stride():
             copy = self.graph.call_function(torch.ops.aten.clone.default, (holder,))
         else:  # with the gaps between its elements, or those that lie on one another once
-            extent = 1 + sum((n - 1) * stride for n, stride in zip(value.shape, value.stride(), strict=True))
-            span = self.graph.call_function(torch.ops.aten.as_strided.default, (holder, (extent,), (1,)))
+            length = extent(value.shape, value.stride())
+            span = self.graph.call_function(torch.ops.aten.as_strided.default, (holder, (length,), (1,)))
             held = self.graph.call_function(torch.ops.aten.clone.default, (span,))
             layout = list(value.shape), list(value.stride()), 0
             copy = self.graph.call_function(torch.ops.aten.as_strided.default, (held, *layout))
