@@ -37,6 +37,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
+from torch.fx._symbolic_trace import _proxyable_classes
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.fx.graph import CodeGen, _BoxedCodeGen
 from torch.utils._mode_utils import no_dispatch
@@ -288,6 +289,7 @@ def trace_joint(
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(_eager_kernels())
+        stack.enter_context(_generators_let_in())
         # Recurrent layers are traced as their cells: the fused oneDNN layer does not tell how much memory it takes.
         stack.enter_context(onednn_as(False))
         stack.enter_context(_quiet("torch._subclasses.fake_tensor"))
@@ -622,6 +624,18 @@ def _replaced_operators() -> tuple[OpOverload[..., Any], ...]:
     packets = (getattr(torch.ops.aten, name) for name in dir(torch.ops.aten) if "batch_norm" not in name)
     overloads = (getattr(p, name) for p in packets if isinstance(p, OpOverloadPacket) for name in cast(Any, p).overloads())
     return tuple(op for op in overloads if any(key in op.py_kernels for key in _AUTOGRAD_KEYS))
+
+
+@contextlib.contextmanager
+def _generators_let_in() -> Iterator[None]:
+    """Let calls be traced that draw from a generator they are given: before torch 2.13 a tracer has no place for one."""
+    before = dict(_proxyable_classes)
+    _proxyable_classes[torch.Generator] = None  # becomes an attribute of the graph
+    try:
+        yield
+    finally:
+        _proxyable_classes.clear()
+        _proxyable_classes.update(before)
 
 
 @contextlib.contextmanager

@@ -323,6 +323,43 @@ def test_frees_that_come_late_or_never_cost_no_more_than_planned(case: Case, see
     assert case.graph.resident_bytes + meter.peak_bytes <= planned.peak_bytes
 
 
+GENERATOR = torch.Generator()
+
+
+class Noisy(nn.Module):
+    """Draws from a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x)) * torch.rand(16, 8, generator=GENERATOR)
+        return x.sum()
+
+
+@pytest.mark.parametrize("seed", [None, 0, 1])
+def test_draws_from_a_given_generator_are_repeated(seed: int | None) -> None:
+    torch.manual_seed(0)
+    model, x = Noisy(), torch.randn(16, 8)
+    step = capture(model, x)
+    graph = step.graph
+    drawing = {i for i, op in enumerate(graph.ops) if op.random}
+    schedule = keep_all(graph) if seed is None else rematerializing(graph, seed, share=0.2)
+    runs = [op for op in computes(schedule) if op in drawing]
+    assert len(drawing) == 3 and (len(runs) > 3) == (seed is not None)
+    GENERATOR.manual_seed(3)
+    wanted = model(x)
+    wanted.backward()
+    gradients, end = {n: p.grad for n, p in model.named_parameters()}, GENERATOR.get_state()
+    GENERATOR.manual_seed(3)
+    result = run_step(step, schedule, x)
+    assert torch.equal(result.loss, wanted)
+    _same(result.gradients, gradients)
+    assert torch.equal(GENERATOR.get_state(), end)
+
+
 @pytest.mark.parametrize("seed", [None, 0, 1])
 def test_module_is_plain_pytorch_to_the_last_bit(case: Case, seed: int | None) -> None:
     schedule = keep_all(case.graph) if seed is None else rematerializing(case.graph, seed)
