@@ -200,8 +200,9 @@ def trace(
             try:
                 joint = trace_joint(run, fakes[: len(state)], fakes[len(state) :], look_at_generators)
             except Exception as error:
+                kept = watch.explain() if _reads_an_earlier_call(error) else None  # before its containers are put back
                 caches.forget_traced()
-                kept = watch.explain()
+                kept = kept or watch.explain()
                 if kept is None or isinstance(error, CaptureError):
                     raise
                 raise CaptureError(kept) from error
@@ -248,7 +249,17 @@ def _refusal(name: str, error: Exception) -> CaptureError:
         return CaptureError(
             f"{name} changes a tensor in place that is neither parameter nor buffer; make it one with register_buffer"
         )
+    if _reads_an_earlier_call(error):
+        return CaptureError(
+            f"{name} does not do the same in every call (it reads a tensor that an earlier call has made{_place(error)}), as a "
+            f"captured step would; where the first call fills a cache, run the model once before"
+        )
     return CaptureError(f"{name} cannot be traced: {told(error)}")
+
+
+def _reads_an_earlier_call(error: Exception) -> bool:
+    """Whether a call reads a tensor that an earlier one has made. From torch 2.13 on it can, and the calls are seen to differ."""
+    return "in tensor_tracker" in str(error)
 
 
 class _Constants(TorchDispatchMode):  # type: ignore[no-untyped-call]
