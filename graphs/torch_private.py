@@ -343,7 +343,9 @@ def compile_partitioned(
         fw_compiler=compile_one, bw_compiler=compile_one, partition_fn=split, keep_inference_input_mutations=True
     )
     # The backward stays outside of the autocast region, as in a training loop.
-    wanted = {"backward_pass_autocast": "off"} if hasattr(config, "backward_pass_autocast") else {}
+    wanted: dict[str, Any] = {"backward_pass_autocast": "off"} if hasattr(config, "backward_pass_autocast") else {}
+    if torch.__version__.startswith("2.12."):  # lays out gradients like their outputs, expanded ones too, where it cannot write
+        wanted["guess_tangent_strides_as_outputs"] = False
     with _eager_kernels(), _nothing_donated(), config.patch(wanted):
         compiled: Callable[..., Any] = backend(module, examples)
     return compiled

@@ -16,9 +16,9 @@ What a plan for a captured graph cannot know:
 * Gradients of earlier steps (gradient accumulation) and the optimizer's state are outside, as for every plan.
 * New content of buffers is computed beside the old one and written at the end of the forward. Unlike ``PlannedModule``, a failed
   step is not taken back.
-* Gradients that come from outside are laid out as the outputs they belong to (on torch 2.11: contiguous or channels last) before
-  the backward gets them (AOTAutograd), in memory of its own that no budget counts. Where eager execution meets another layout,
-  results may differ in the last bits.
+* Gradients that come from outside are laid out as the outputs they belong to (before torch 2.13: contiguous or channels last)
+  before the backward gets them (AOTAutograd), in memory of its own that no budget counts. Where eager execution meets another
+  layout, results may differ in the last bits.
 """
 
 from __future__ import annotations

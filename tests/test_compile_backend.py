@@ -472,6 +472,24 @@ def test_layouts_are_those_of_the_kernels() -> None:
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(plain.parameters(), model.parameters(), strict=True))
 
 
+class Expanded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.linear(x)).sum(0).expand(6, 8)
+
+
+def test_an_output_may_be_expanded() -> None:
+    """So that its gradient cannot be laid out like it."""
+    model, x, weights = Expanded(), torch.randn(4, 8), torch.randn(6, 8)
+    plain = copy.deepcopy(model)
+    (plain(x) * weights).sum().backward()
+    (torch.compile(model, backend=belady, options={"budget": 1.0})(x) * weights).sum().backward()
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(plain.parameters(), model.parameters(), strict=True))
+
+
 class Queue(nn.Module):
     """Scores against a queue of past outputs, which may be written into it behind a graph break (as MoCo does)."""
 
