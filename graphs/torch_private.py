@@ -384,6 +384,11 @@ class _Write:
     in_backward: bool
 
 
+_WRITES = {torch.ops.aten.copy_.default, torch.ops.aten.set_.source_Tensor}  # target(input, content)
+if hasattr(torch.ops.aten, "shallow_copy_data_"):  # what ``tensor.data = ...`` becomes from torch 2.14 on
+    _WRITES.add(torch.ops.aten.shallow_copy_data_.default)
+
+
 def _take_writes(joint: fx.GraphModule, forward_outputs: int) -> list[_Write]:
     """Turn the writes to inputs, which stand behind all that is computed, into outputs: the new content as a last output of the
     forward, or as one of the backward with the input itself behind it, which the backward needs for that."""
@@ -394,7 +399,9 @@ def _take_writes(joint: fx.GraphModule, forward_outputs: int) -> list[_Write]:
     early: list[tuple[Any, Any]] = []
     late: list[Any] = []
     for node in list(graph.nodes):
-        if node.target not in (torch.ops.aten.copy_.default, torch.ops.aten.set_.source_Tensor):
+        if node.target not in _WRITES:
+            if isinstance(node.target, OpOverload) and node.target._schema.is_mutable:
+                raise NotImplementedError(f"the traced graph changes a tensor by {node.target}")
             continue
         source, content = node.args
         in_backward = node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")
