@@ -2,8 +2,9 @@
 
 A lead is a route that a walk has followed until nothing changed any more. Each move follows it again from some place on, up to
 some other, with a change: re-runs left out and what they made dearer to lose; a value that waits long for its next read
-cheaper to lose; or noise on the weights of a stretch of ops. Routes come from the graph order, and from whoever has a sequence
-whose memory need not fit: a MILP's solution, a chain of blocks, an online run.
+cheaper to lose; or noise on the weights of a stretch of ops. Leads that go different ways are crossed: what one does in some
+stages takes the place of what another does there. Routes come from the graph order, and from whoever has a sequence whose memory
+need not fit: a MILP's solution, a chain of blocks, an online run.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ from planner.loading import load_once
 FAR = (0.0, 0.5, 1.0, 2.0)  # exponents of the distance to the next read
 BACKWARD = (1.0, 30.0)  # factors of what the backward pass makes: by then most of what it came from is gone
 HELD = 1e50  # factor of the graph's outputs where they are to be made once
-LEADS = 4  # kept at a time
+LEADS = 12  # kept at a time
+ALIKE = 0.003  # of two whose times beyond keep-all differ by less than this share of it only the better one is kept
+SLICE = 50_000  # work that a lead gets at least when it is its turn
+CROSSES = 0.3  # share of the work that goes into crossing leads
 ROUNDS = 20  # how often a route is followed at most until nothing changes
 HEAT = 0.015  # mean excess that a move may have over its lead, as a share of the lead's time beyond keep-all
 OVERHEAD = 200  # work of a move beside its runs, in runs
@@ -70,7 +74,7 @@ class WalkSearch:
     """
 
     def __init__(self, graph: Graph, budget_bytes: int, seed: int) -> None:
-        load_once(_dearer_once)
+        load_once(_compile)
         self._walk = ListWalk(graph, budget_bytes)
         self._ops = len(graph.ops)
         self._values = len(graph.values)
@@ -119,12 +123,15 @@ class WalkSearch:
             self._grow(min(found, key=lambda lead: lead.merit), work, deadline)
 
     def improve(self, work: int, *, deadline: float = math.inf) -> None:
-        """Try changes of the leads until about ``work`` ops have run (in walks, not in the world), or the clock says so.
+        """Try changes of the leads, and cross them, until about ``work`` ops have run (in walks, not in the world), or the clock
+        says so.
 
         deadline  as ``time.perf_counter`` tells it; a search that it ends does not repeat
         """
-        for lead in list(self._leads):
-            self._grow(lead, work // len(self._leads), deadline)
+        work -= self._cross(int(CROSSES * work), deadline)
+        turns = self._random.permutation(len(self._leads))[: max(1, work // SLICE)]
+        for lead in [self._leads[at] for at in turns]:
+            self._grow(lead, work // len(turns), deadline)
 
     def _settle(self, walked: Walked, far: float, deadline: float) -> _Lead:
         """Follow a walk's own route again until that changes nothing, and take it for a lead."""
@@ -144,13 +151,55 @@ class WalkSearch:
         return _Lead(route, walked.stuck, int((route.first_at < walked.stuck).sum()), walked.time_ns)
 
     def _take(self, lead: _Lead, instead: _Lead | None = None) -> None:
-        """Keep a lead where it is among the best, of those with the same merit only one."""
-        if instead in self._leads:
-            self._leads.remove(instead)
-        if all(lead.merit != other.merit for other in self._leads):
-            self._leads = sorted((*self._leads, lead), key=lambda one: one.merit)[:LEADS]
+        """Keep a lead where it is among the best and there is none like it; one that is better than all takes their place."""
+        others = [other for other in self._leads if other is not instead]
+        like = [other for other in others if self._are_alike(lead, other)]
+        if like and any(other.merit <= lead.merit for other in others):
+            return
+        kept = [lead, *(other for other in others if other not in like)]
+        self._leads = sorted(kept, key=lambda one: one.merit)[:LEADS]
         if lead.complete and lead.time_ns < self.time_ns:
             self.runs, self.time_ns = lead.route.runs[:-1], lead.time_ns
+
+    def _are_alike(self, one: _Lead, other: _Lead) -> bool:
+        """Whether two leads differ so little in time that they are likely to go the same way."""
+        if not (one.complete and other.complete):
+            return one.merit == other.merit
+        return abs(one.time_ns - other.time_ns) <= ALIKE * (other.time_ns - self._keep_all_ns)
+
+    def _cross(self, most: int, deadline: float) -> int:
+        """Do in some stages of a lead what another does there, and keep what is better than the first; the work that this took.
+
+        A stage is an op's first run and the re-runs before it. What the other's stages read and the lead has dropped is kept
+        since its last use, so the walk begins there, and it ends where the lead's own stages have all they need.
+        """
+        rng, work = self._random, 0
+        while work < most and time.perf_counter() < deadline:
+            complete = [lead for lead in self._leads if lead.complete]
+            if len(complete) < 2:
+                break
+            work += OVERHEAD
+            lead, other = (complete[at] for at in rng.choice(len(complete), 2, replace=False))
+            mine, theirs = lead.route, other.route
+            since = int(rng.integers(self._ops))
+            last = min(self._ops - 1, since + int(self._ops ** rng.random()))
+            begin, end = mine.first_at[since] + 1, mine.first_at[last] + 1
+            stages = theirs.runs[theirs.first_at[since] + 1 : theirs.first_at[last] + 1]
+            if np.array_equal(mine.runs[begin:end], stages):
+                continue
+            route = self._walk.route(np.concatenate((mine.runs[:begin], stages, mine.runs[end:])))
+            walked = self._walk.follow(
+                route,
+                far=FAR[rng.integers(len(FAR))],
+                begin=int(_wanted_since(begin, route.use_rows, route.uses, mine.use_rows, mine.uses)),
+                until=begin + stages.size,
+                slack_ns=lead.time_ns - route.time_ns[-1],
+                deadline=deadline,
+            )
+            work += walked.work
+            if walked.complete and walked.time_ns < lead.time_ns:
+                self._take(self._lead(walked), instead=lead)
+        return work
 
     def _grow(self, start: _Lead, work: int, deadline: float) -> None:
         """Change a lead for so much work, and keep the best of what comes of it instead."""
@@ -263,9 +312,10 @@ class WalkSearch:
         return walk.outputs[walk.out_rows[op] : walk.out_rows[min(op + count, self._ops)]]
 
 
-def _dearer_once() -> None:
-    one = np.zeros(1, np.int64)
-    _dearer(one, 1.0, np.ones(1), one, np.zeros(2, np.int64), one, np.zeros(2, np.int64), one)
+def _compile() -> None:
+    one, rows = np.zeros(1, np.int64), np.zeros(2, np.int64)
+    _dearer(one, 1.0, np.ones(1), one, rows, one, rows, one)
+    _wanted_since(0, rows, one, rows, one)
 
 
 @numba.njit(cache=True)
@@ -279,5 +329,18 @@ def _dearer(chosen, factor, weights, runs, out_rows, outputs, use_rows, uses):  
             weights[v] *= factor
             k = use_rows[v] + np.searchsorted(uses[use_rows[v] : use_rows[v + 1]], 2 * i + 1)
             if k > use_rows[v]:
+                since = min(since, uses[k - 1] // 2)
+    return since
+
+
+@numba.njit(cache=True)
+def _wanted_since(at, use_rows, uses, old_rows, old_uses):  # type: ignore[no-untyped-def]  # pragma: no cover
+    """The earliest last use, before ``at``, of a value that a route has in memory there and an older one has not; else ``at``."""
+    since = at
+    for v in range(use_rows.size - 1):
+        k = use_rows[v] + np.searchsorted(uses[use_rows[v] : use_rows[v + 1]], 2 * at)
+        if use_rows[v] < k < use_rows[v + 1] and uses[k] % 2 == 0:
+            old = old_rows[v] + np.searchsorted(old_uses[old_rows[v] : old_rows[v + 1]], 2 * at)
+            if old == old_rows[v + 1] or old_uses[old] % 2 == 1:
                 since = min(since, uses[k - 1] // 2)
     return since
