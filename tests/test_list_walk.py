@@ -15,7 +15,7 @@ from planner.list_walk import ListWalk, Route, Walked
 from planner.schedule import keep_all, with_frees
 from planner.simulate import simulate
 from planner.smallest import smallest_known
-from planner.walk_search import WalkSearch
+from planner.walk_search import LEADS, WalkSearch, _wanted_since
 from tests.strategies import random_budget, random_graph
 
 COMPILED = ("_walk", "_remake_time", "_drop", "_sift", "_after", "_is_read", "_power", "_places")
@@ -266,3 +266,78 @@ def test_a_search_with_nothing_to_change_changes_nothing() -> None:
         walks.start()
         walks.improve(5_000)
         assert walks.runs is None
+
+
+def test_crossed_leads_fit_and_cost_what_they_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    crossed: list[Walked] = []
+    follow = ListWalk.follow
+
+    def kept(self: ListWalk, route: Route, **given: Any) -> Walked:
+        crossed.append(follow(self, route, **given))
+        return crossed[-1]
+
+    complete = short = better = 0
+    for seed in range(12):
+        graph = random_training(40, seed=seed)
+        works, _ = smallest_known(graph)
+        budget_bytes = (2 * works + simulate(graph, keep_all(graph)).peak_bytes) // 3
+        walks = WalkSearch(graph, budget_bytes, seed=seed)
+        walks.start()
+        assert 2 <= len(walks._leads) <= LEADS
+        before_ns = walks.time_ns
+        with monkeypatch.context() as patch:
+            patch.setattr(ListWalk, "follow", kept)
+            crossed.clear()
+            work = walks._cross(30_000, math.inf)
+        assert crossed and (work >= 30_000 or len(walks._leads) == 1)
+        for walked in crossed:
+            if walked.complete:
+                check(graph, budget_bytes, walked)
+                complete += 1
+                short += 2 * walked.work < walked.runs.size
+        better += walks.time_ns < before_ns
+    assert complete > 200
+    assert short > 50  # they began in the middle or ended there
+    assert better > 6
+
+
+def test_no_two_leads_are_alike_and_the_best_stays() -> None:
+    for seed in range(6):
+        graph = random_training(40, seed=seed)
+        works, _ = smallest_known(graph)
+        walks = WalkSearch(graph, (2 * works + simulate(graph, keep_all(graph)).peak_bytes) // 3, seed=seed)
+        walks.start()
+        for _ in range(4):
+            walks.improve(20_000)
+            leads = walks._leads
+            assert leads[0].time_ns == walks.time_ns == min(lead.time_ns for lead in leads)
+            assert not any(walks._are_alike(one, other) for i, one in enumerate(leads) for other in leads[:i])
+
+
+@pytest.mark.parametrize("function", [_wanted_since, _wanted_since.py_func], ids=["compiled", "written"])
+def test_what_another_route_wants_is_wanted_since_its_last_use(function: Any) -> None:
+    def wanted(runs: list[int], at: int, graph: Graph) -> dict[int, int]:
+        """Values that are read from ``at`` on before they are made again, and their last use before."""
+        found = {}
+        for v in range(len(graph.values)):
+            uses = [i for i, op in enumerate(runs) if v in graph.ops[op].inputs or v in graph.ops[op].outputs]
+            before, after = [i for i in uses if i < at], [i for i in uses if i >= at]
+            if before and after and v not in graph.ops[runs[after[0]]].outputs:
+                found[v] = before[-1]
+        return found
+
+    earlier = 0
+    for seed in range(20):
+        graph = random_training(8, seed=seed)
+        walk = ListWalk(graph, 10**12)
+        rng = np.random.default_rng(seed)
+        old = list(range(len(graph.ops)))
+        at = int(rng.integers(1, len(old)))
+        new = old[:at] + rng.choice(at, min(at, 4), replace=False).tolist() + old[at:]
+        one, other = walk.route(new), walk.route(old)
+        before = wanted(old, at, graph)
+        held = {v for v, producer in enumerate(graph.producer) if producer < 0} | graph.outputs  # the end reads those in both
+        news = [since for v, since in wanted(new, at, graph).items() if v not in before and v not in held]
+        assert function(at, one.use_rows, one.uses, other.use_rows, other.uses) == min([at, *news])
+        earlier += min([at, *news]) < at
+    assert earlier > 10
