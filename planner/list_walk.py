@@ -263,7 +263,7 @@ def _after(k, end, uses, left_out):  # type: ignore[no-untyped-def]  # pragma: n
 
 
 @numba.njit(cache=True)
-def _is_read(k, end, uses):  # type: ignore[no-untyped-def]  # pragma: no cover
+def is_read(k, end, uses):  # type: ignore[no-untyped-def]  # pragma: no cover
     """Whether use ``k`` is there and a read: the value is then wanted in memory."""
     return k < end and uses[k] % 2 == 0
 
@@ -323,12 +323,12 @@ def _walk(  # type: ignore[no-untyped-def]  # pragma: no cover
         while k < end and uses[k] < 2 * begin:
             k += 1
         was_made, k_left = k > use_rows[v], _after(k, end, uses, left_out)
-        if was_made and _is_read(k, end, uses) and k_left < end:
+        if was_made and is_read(k, end, uses) and k_left < end:
             present[v] = True
             held += size[v]
             place[v], inside[inside_count] = inside_count, v
             inside_count += 1
-        elif was_made and _is_read(k_left, end, uses):
+        elif was_made and is_read(k_left, end, uses):
             absent += 1
         upcoming[v] = k_left
     stack = np.empty(count + 2, np.int64)
@@ -349,17 +349,17 @@ def _walk(  # type: ignore[no-untyped-def]  # pragma: no cover
         for a in range(out_rows[target], out_rows[target + 1]):
             v = outputs[a]
             end = use_rows[v + 1]
-            useless = useless and (present[v] or not _is_read(_after(upcoming[v] + 1, end, uses, left_out), end, uses))
+            useless = useless and (present[v] or not is_read(_after(upcoming[v] + 1, end, uses, left_out), end, uses))
         if useless:
             for side in range(2):
                 rows, values = (in_rows, inputs) if side == 0 else (out_rows, outputs)
                 for a in range(rows[target], rows[target + 1]):
                     v = values[a]
                     end = use_rows[v + 1]
-                    was_wanted = _is_read(upcoming[v], end, uses)
+                    was_wanted = is_read(upcoming[v], end, uses)
                     upcoming[v] = _after(upcoming[v] + 1, end, uses, left_out)
                     if not present[v]:
-                        absent += int(_is_read(upcoming[v], end, uses)) - int(was_wanted)
+                        absent += int(is_read(upcoming[v], end, uses)) - int(was_wanted)
                     elif upcoming[v] == end:
                         held -= size[v]
                         inside_count = _drop(v, present, inside, place, inside_count)
@@ -394,7 +394,7 @@ def _walk(  # type: ignore[no-untyped-def]  # pragma: no cover
                         excess -= size[v]
                         held -= size[v]
                         inside_count = _drop(v, present, inside, place, inside_count)
-                        absent += _is_read(upcoming[v], use_rows[v + 1], uses)
+                        absent += is_read(upcoming[v], use_rows[v + 1], uses)
                 gone_count = 0
                 for last_resort in (False, True):
                     if excess <= 0:
@@ -453,7 +453,7 @@ def _walk(  # type: ignore[no-untyped-def]  # pragma: no cover
                         continue
                     held -= size[v]
                     inside_count = _drop(v, present, inside, place, inside_count)
-                    absent += _is_read(upcoming[v], use_rows[v + 1], uses)
+                    absent += is_read(upcoming[v], use_rows[v + 1], uses)
 
             if ran >= runs.size:
                 return ran_before, i, total_before, True, ran
@@ -470,7 +470,7 @@ def _walk(  # type: ignore[no-untyped-def]  # pragma: no cover
             for a in range(out_rows[at], out_rows[at + 1]):
                 v = outputs[a]
                 if not present[v]:
-                    absent -= _is_read(upcoming[v], use_rows[v + 1], uses)
+                    absent -= is_read(upcoming[v], use_rows[v + 1], uses)
                     present[v] = True
                     held += size[v]
                     place[v], inside[inside_count] = inside_count, v

@@ -21,14 +21,14 @@ import numpy as np
 
 from graphs.ir import Graph
 from planner.flat import Flags, Floats, Ints
-from planner.list_walk import ListWalk, Route, Walked
+from planner.list_walk import ListWalk, Route, Walked, is_read
 from planner.loading import load_once
 
 FAR = (0.0, 0.5, 1.0, 2.0)  # exponents of the distance to the next read
 BACKWARD = (1.0, 30.0)  # factors of what the backward pass makes: by then most of what it came from is gone
 HELD = 1e50  # factor of the graph's outputs where they are to be made once
 LEADS = 12  # kept at a time
-ALIKE = 0.003  # of two whose times beyond keep-all differ by less than this share of it only the better one is kept
+ALIKE = 0.003  # what differs from another by less than this share of its time beyond keep-all is kept only if it is the best
 SLICE = 50_000  # work that a lead gets at least when it is its turn
 CROSSES = 0.3  # share of the work that goes into crossing leads
 ROUNDS = 20  # how often a route is followed at most until nothing changes
@@ -339,8 +339,8 @@ def _wanted_since(at, use_rows, uses, old_rows, old_uses):  # type: ignore[no-un
     since = at
     for v in range(use_rows.size - 1):
         k = use_rows[v] + np.searchsorted(uses[use_rows[v] : use_rows[v + 1]], 2 * at)
-        if use_rows[v] < k < use_rows[v + 1] and uses[k] % 2 == 0:
+        if k > use_rows[v] and is_read(k, use_rows[v + 1], uses):
             old = old_rows[v] + np.searchsorted(old_uses[old_rows[v] : old_rows[v + 1]], 2 * at)
-            if old == old_rows[v + 1] or old_uses[old] % 2 == 1:
+            if not is_read(old, old_rows[v + 1], old_uses):
                 since = min(since, uses[k - 1] // 2)
     return since

@@ -18,7 +18,7 @@ from planner.smallest import smallest_known
 from planner.walk_search import LEADS, WalkSearch, _wanted_since
 from tests.strategies import random_budget, random_graph
 
-COMPILED = ("_walk", "_remake_time", "_drop", "_sift", "_after", "_is_read", "_power", "_places")
+COMPILED = ("_walk", "_remake_time", "_drop", "_sift", "_after", "is_read", "_power", "_places")
 
 
 def weights_of(graph: Graph, seed: int) -> list_walk.Floats:
