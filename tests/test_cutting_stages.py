@@ -15,14 +15,28 @@ import planner.stage_model
 from graphs import Graph, Op, Value
 from graphs.importers import load_checkmate
 from graphs.synthetic import chain, random_layered, random_training
-from planner import Status, keep_all, milp, order_search, plan, pseudo_boolean, simulate, solve
+from planner import (
+    Status,
+    first_schedules,
+    keep_all,
+    milp,
+    order_search,
+    plan,
+    pseudo_boolean,
+    simulate,
+    solve,
+    stage_search,
+    stage_solving,
+)
 from planner.annealed_walks import AnnealedWalks
 from planner.bounds import least_bytes
+from planner.first_schedules import try_blocks
 from planner.methods import cutting_stages
 from planner.milp import Answer, Milp, Outcome
 from planner.schedule import computes, first_runs, with_frees
 from planner.smallest import smallest_known
 from planner.stage_model import stage_model, with_end
+from planner.stage_search import StageSearch
 from tests.clock import stopwatch
 from tests.interruption import interrupted
 from tests.oracles import least_budget, least_time
@@ -171,7 +185,7 @@ def test_without_some_part_the_optimum_is_the_same(part: str, monkeypatch: pytes
     elif part == "cuts":
         monkeypatch.setattr(planner.stage_cuts, "broken_cut", lambda *_: None)
     elif part == "blocks":
-        monkeypatch.setattr(cutting_stages, "is_chain", lambda graph: False)
+        monkeypatch.setattr(first_schedules, "is_chain", lambda graph: False)
     elif part == "first efforts":  # they find nothing
         monkeypatch.setattr(cutting_stages, "CHEAP_EFFORT", 0.0)
     elif part == "small values":
@@ -180,9 +194,9 @@ def test_without_some_part_the_optimum_is_the_same(part: str, monkeypatch: pytes
     else:
         monkeypatch.setattr(milp, "SAT_VARIABLES", 10**9 if part == "HiGHS" else 0)
     if part == "relaxations":
-        monkeypatch.setattr(cutting_stages, "_relax", lambda search, model, rows, *_: (None, rows))
+        monkeypatch.setattr(cutting_stages, "solve_relaxed", lambda search, model, rows, *_: (None, rows))
     elif part == "whole ones only":
-        monkeypatch.setattr(cutting_stages, "PARTS", 1.0)
+        monkeypatch.setattr(stage_solving, "PARTS", 1.0)
     cases = []
     for seed in range(30):
         graph = random_graph(seed, effect=seed % 3 == 0)
@@ -223,7 +237,7 @@ def test_relaxations_find_events_before_any_milp_does(monkeypatch: pytest.Monkey
         return Answer(Outcome.STOPPED, None, math.inf, -math.inf)
 
     monkeypatch.setattr(milp, "SAT_VARIABLES", 0)
-    monkeypatch.setattr(cutting_stages, "PARTS", 1.0)
+    monkeypatch.setattr(stage_solving, "PARTS", 1.0)
     monkeypatch.setattr(Milp, "relax", relax)
     first = Milp.minimise
     monkeypatch.setattr(Milp, "minimise", lambda milp, **options: no_more() if sizes else first(milp, **options))
@@ -237,7 +251,7 @@ def test_relaxations_find_events_before_any_milp_does(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("helps", [True, False])
 def test_second_events_stay_where_they_raise_the_bound(helps: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[int, ...]] = []
-    whole = cutting_stages._relax
+    whole = cutting_stages.solve_relaxed
 
     def relax(search: Any, *arguments: Any) -> Any:
         answer = whole(search, *arguments)
@@ -246,9 +260,9 @@ def test_second_events_stay_where_they_raise_the_bound(helps: bool, monkeypatch:
         return answer
 
     monkeypatch.setattr(milp, "SAT_VARIABLES", 0)
-    monkeypatch.setattr(cutting_stages, "PARTS", 1.0)
-    monkeypatch.setattr(cutting_stages, "MOST_PARTS", 1.0)
-    monkeypatch.setattr(cutting_stages, "_relax", relax)
+    monkeypatch.setattr(stage_solving, "PARTS", 1.0)
+    monkeypatch.setattr(stage_solving, "MOST_PARTS", 1.0)
+    monkeypatch.setattr(cutting_stages, "solve_relaxed", relax)
     solve(chain(40), 8, gap=0.0, time_limit_s=4)
     gone = set(asked[0]).difference(*asked[1:])
     assert len(asked[0]) == 3 and len(asked) > 1
@@ -388,16 +402,16 @@ def test_what_walks_find_beyond_a_milp_is_kept_on_ctrl_c(monkeypatch: pytest.Mon
         raise AssertionError("not interrupted")
 
     monkeypatch.setattr(pseudo_boolean, "minimise", disturbed)
-    monkeypatch.setattr(cutting_stages, "BEYOND_WORK", 200_000)
+    monkeypatch.setattr(stage_solving, "BEYOND_WORK", 200_000)
     graph = random_training(40, 1)
     budget_bytes = int(0.75 * simulate(graph, keep_all(graph)).peak_bytes)
-    search = cutting_stages._Search(graph, budget_bytes, gap=0.0, time_limit_s=60.0, seed=0)
+    search = StageSearch(graph, budget_bytes, gap=0.0, time_limit_s=60.0, seed=0)
     search.begin_walks(search.deadline)
     before = search.walks
     before_ns = before.time_ns
     model = stage_model(with_end(graph), budget_bytes, [len(graph.ops) // 2])
     with pytest.raises(KeyboardInterrupt):
-        cutting_stages._minimise(search, model, 0.0, 0.0, range(len(graph.ops)), 1_000, math.inf)
+        stage_solving.solve_whole(search, model, 0.0, 0.0, range(len(graph.ops)), 1_000, math.inf)
     assert search.walks is not before
     assert search.walks.time_ns < before_ns
 
@@ -550,13 +564,13 @@ def test_blocks_in_another_order_count_where_nothing_else_is_known(monkeypatch: 
         "two", (Op("a", (), (0,), 1), Op("b", (), (1,), 1), Op("c", (0, 1), (2,), 1)), values, frozenset(), frozenset({2})
     )
     ordered, other = with_frees(graph, [0, 1, 0, 2]), with_frees(graph, [1, 0, 2])
-    monkeypatch.setattr(cutting_stages, "is_chain", lambda graph: True)
-    monkeypatch.setattr(cutting_stages, "block_schedule", lambda *_, **__: (other, {}))
+    monkeypatch.setattr(first_schedules, "is_chain", lambda graph: True)
+    monkeypatch.setattr(first_schedules, "block_schedule", lambda *_, **__: (other, {}))
     for known, any_order, taken in ((False, False, True), (True, False, False), (True, True, True)):
-        search = cutting_stages._Search(graph, 3, 0.0, 60.0, None, seed=0, any_order=any_order)
+        search = StageSearch(graph, 3, 0.0, 60.0, None, seed=0, any_order=any_order)
         if known:
             search.offer(ordered, "start")
-        cutting_stages._blocks(search, scarce=not known)
+        try_blocks(search, scarce=not known)
         assert search.time_ns == 3
         assert search.notes["found_by"] == "blocks"  # in graph order, if not in theirs
         assert (search.best == other) is taken
@@ -566,18 +580,18 @@ def test_blocks_in_another_order_count_where_nothing_else_is_known(monkeypatch: 
 def test_blocks_are_tried_before_a_large_milp_where_the_bound_is_far(large: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     blocks: list[None] = []
     milps: list[tuple[bool, bool]] = []  # those after the first: the bound is far away, blocks were tried
-    minimise = cutting_stages._minimise
+    minimise = cutting_stages.solve_whole
 
-    def noted(search: cutting_stages._Search, *arguments: Any) -> Answer:
+    def noted(search: StageSearch, *arguments: Any) -> Answer:
         if search.notes["rounds"] > 1:
             milps.append((search.distance_ns > 0.02 * search.base, bool(blocks)))
         blocks.clear()
         return minimise(search, *arguments)
 
-    monkeypatch.setattr(cutting_stages, "_minimise", noted)
-    monkeypatch.setattr(cutting_stages, "_blocks", lambda _: blocks.append(None))
+    monkeypatch.setattr(cutting_stages, "solve_whole", noted)
+    monkeypatch.setattr(cutting_stages, "try_blocks", lambda _: blocks.append(None))
     monkeypatch.setattr(cutting_stages, "BLOCKS_ROUND", 0)  # not by that
-    monkeypatch.setattr(cutting_stages, "FAR_AWAY", math.inf)  # nor at once
+    monkeypatch.setattr(stage_search, "FAR_AWAY", math.inf)  # nor at once
     monkeypatch.setattr(cutting_stages, "CHEAP_ROUNDS", 0 if large else 99)
     for seed in (0, 4):
         graph = random_training(12, seed)
@@ -588,8 +602,8 @@ def test_blocks_are_tried_before_a_large_milp_where_the_bound_is_far(large: bool
 @pytest.mark.parametrize("far", [True, False])
 def test_blocks_are_tried_at_once_where_the_first_walks_are_far_off(far: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     rounds: list[int] = []
-    monkeypatch.setattr(cutting_stages, "_blocks", lambda search: rounds.append(search.notes["rounds"]))
-    monkeypatch.setattr(cutting_stages, "FAR_AWAY", 0.0 if far else math.inf)
+    monkeypatch.setattr(cutting_stages, "try_blocks", lambda search: rounds.append(search.notes["rounds"]))
+    monkeypatch.setattr(stage_search, "FAR_AWAY", 0.0 if far else math.inf)
     graph = random_training(12, 0)
     solve(graph, int(0.7 * simulate(graph, keep_all(graph)).peak_bytes), gap=0.0, time_limit_s=20)
     assert (min(rounds) == 1) is far
@@ -597,38 +611,37 @@ def test_blocks_are_tried_at_once_where_the_first_walks_are_far_off(far: bool, m
 
 def test_walks_follow_smaller_budgets_until_that_is_of_no_use(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
-    whole = cutting_stages.stage_model
+    whole = first_schedules.stage_model
 
-    def noted(graph: Graph, budget_bytes: int, events: list[int], *arguments: Any, **options: Any) -> Any:
-        if not arguments:
-            asked.append(budget_bytes)
-        return whole(graph, budget_bytes, events, *arguments, **options)
+    def noted(graph: Graph, budget_bytes: int, events: list[int]) -> Any:
+        asked.append(budget_bytes)
+        return whole(graph, budget_bytes, events)
 
-    monkeypatch.setattr(cutting_stages, "stage_model", noted)
-    monkeypatch.setattr(cutting_stages._Search, "follow", lambda *_: None)
+    monkeypatch.setattr(first_schedules, "stage_model", noted)
+    monkeypatch.setattr(StageSearch, "follow", lambda *_: None)
     graph = random_training(12, 0)
     budget_bytes = int(0.7 * simulate(graph, keep_all(graph)).peak_bytes)
     solve(graph, budget_bytes, gap=0.0, time_limit_s=20)
-    assert asked == [int(share * budget_bytes) for share in cutting_stages.SHRINK[: cutting_stages.IDLE_GUIDES]]
+    assert asked == [int(share * budget_bytes) for share in first_schedules.SHRINK[: first_schedules.IDLE_GUIDES]]
 
 
-def without_backward(nested: bool) -> cutting_stages._Search:
+def without_backward(nested: bool) -> StageSearch:
     graph = random_layered("RL1", seed=0)
     assert not any(op.backward for op in graph.ops)
     budget_bytes = int(0.8 * simulate(graph, keep_all(graph)).peak_bytes)
-    return cutting_stages._Search(graph, budget_bytes, gap=0.0, time_limit_s=60.0, seed=0, nested=nested)
+    return StageSearch(graph, budget_bytes, gap=0.0, time_limit_s=60.0, seed=0, nested=nested)
 
 
 @pytest.mark.parametrize("nested", [False, True])
 def test_a_search_in_the_order_of_another_neither_anneals_nor_is_guided(nested: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     search, asked = without_backward(nested), list[str]()
 
-    def annealed(search: cutting_stages._Search, runs: range, *_: Any, **__: Any) -> order_search.Ended:
+    def annealed(search: StageSearch, runs: range, *_: Any, **__: Any) -> order_search.Ended:
         asked.append("annealing")
         return order_search.Ended(1, search.base, list(runs))
 
     monkeypatch.setattr(cutting_stages, "anneal_on", annealed)
-    monkeypatch.setattr(cutting_stages, "_pebble", lambda _: True)
+    monkeypatch.setattr(cutting_stages, "_scrape", lambda _: True)
     monkeypatch.setattr(cutting_stages, "_elsewhere", lambda _: None)
     monkeypatch.setattr(search, "begin_walks", lambda _: None)
     monkeypatch.setattr(search, "follow", lambda *_: None)
@@ -639,7 +652,7 @@ def test_a_search_in_the_order_of_another_neither_anneals_nor_is_guided(nested: 
 def test_other_orders_are_tried_once_where_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     search, asked = without_backward(False), list[bool]()
 
-    def orders(search: cutting_stages._Search, *_: Any, anew: bool) -> list[int]:
+    def orders(search: StageSearch, *_: Any, anew: bool) -> list[int]:
         asked.append(anew)
         return list(range(len(search.graph.ops)))
 

@@ -11,9 +11,8 @@ import pytest
 
 from graphs.ir import Graph, Op, Value
 from graphs.synthetic import Layered, chain, random_layered, random_training
-from planner import min_budget, pebbling, smallest
+from planner import first_schedules, min_budget, pebbling, smallest
 from planner.bounds import least_bytes
-from planner.methods import cutting_stages
 from planner.methods.cutting_stages import solve
 from planner.pebbling import fitting, least_peak
 from planner.pebbling_sets import again_bytes, last_makers, sets_of, shrink
@@ -151,7 +150,7 @@ def test_interrupting_loses_nothing_that_is_found(monkeypatch: pytest.MonkeyPatc
         raise KeyboardInterrupt
 
     monkeypatch.setattr(pebbling._Backwards, "run", run)
-    monkeypatch.setattr(cutting_stages, "fitting", interrupted)
+    monkeypatch.setattr(first_schedules, "fitting", interrupted)
     plan = solve(graph, works_bytes, time_limit_s=20)
     assert plan.status is Status.FEASIBLE
     assert (plan.notes["stopped"], plan.notes["found_by"]) == ("interrupted", "pebbling")
