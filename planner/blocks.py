@@ -18,8 +18,8 @@ from graphs.ir import Graph, Op, Value
 from planner.chain_dp import Way
 from planner.chains import Chain, held_throughout, left_for
 from planner.list_walk import ListWalk
-from planner.loading import sat_minimise
 from planner.milp import Outcome
+from planner.on_demand import sat_minimise
 from planner.pebbling import least_peak
 from planner.schedule import Compute, keep_all, with_frees
 from planner.simulate import Trace, simulate

@@ -8,51 +8,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from graphs.ir import Graph, Op, Value
 
-if TYPE_CHECKING:
-    from planner.annealed_walks import AnnealedWalks
-    from planner.milp import Answer
-    from planner.walk_search import WalkSearch
-
 T = TypeVar("T")
-
-
-def walk_search() -> type[WalkSearch]:
-    """The list walks, imported when first asked for: their compiled code takes half a second."""
-    return undisturbed(_walk_search)
-
-
-def _walk_search() -> type[WalkSearch]:
-    from planner.walk_search import WalkSearch
-
-    return WalkSearch
-
-
-def annealed_walks() -> type[AnnealedWalks]:
-    """The same with annealing."""
-    return undisturbed(_annealed_walks)
-
-
-def _annealed_walks() -> type[AnnealedWalks]:
-    from planner.annealed_walks import AnnealedWalks
-
-    return AnnealedWalks
-
-
-def sat_minimise() -> Callable[..., Answer]:
-    """``Milp.minimise`` by CP-SAT, which takes time to load: many budgets need no MILP."""
-    return undisturbed(_sat_minimise)
-
-
-def _sat_minimise() -> Callable[..., Answer]:
-    from planner.pseudo_boolean import minimise
-
-    return minimise
-
-
 TINY = Graph("tiny", (Op("op", (), (0,), 1),), (Value("value", 1),), frozenset(), frozenset({0}))  # to try compiled code on
 _begun: set[Callable[[], object]] = set()
 

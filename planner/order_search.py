@@ -16,7 +16,7 @@ from typing import NamedTuple
 from graphs.ir import Graph
 from planner.annealing import MEND, ROUNDS, Annealer, Round, anneal, useful
 from planner.incumbent import Incumbent
-from planner.loading import walk_search
+from planner.on_demand import walk_search
 from planner.schedule import computes, first_runs, in_graph_order, with_frees
 from planner.spans import SpanRow, relax
 from planner.stage_cuts import fitting_walk, missing, tightest

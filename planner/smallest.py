@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from graphs.ir import Graph
 from planner.bounds import least_bytes
-from planner.loading import walk_search
+from planner.on_demand import walk_search
 from planner.pebbling import fitting
 from planner.schedule import Schedule, keep_all, with_frees
 from planner.simulate import simulate

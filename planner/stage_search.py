@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from planner.incumbent import Incumbent
-from planner.loading import annealed_walks, walk_search
+from planner.on_demand import annealed_walks, walk_search
 from planner.schedule import computes, first_runs, in_graph_order, with_frees
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from planner.loading import sat_minimise
 from planner.milp import Answer, Outcome
+from planner.on_demand import sat_minimise
 from planner.spans import SpanRow, relax
 from planner.stage_model import StageModel
 from planner.stage_search import StageSearch

@@ -1,0 +1,46 @@
+"""What takes long to load and many budgets do without, imported when first asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from planner.loading import undisturbed
+
+if TYPE_CHECKING:
+    from planner.annealed_walks import AnnealedWalks
+    from planner.milp import Answer
+    from planner.walk_search import WalkSearch
+
+
+def walk_search() -> type[WalkSearch]:
+    """The list walks: their compiled code takes half a second."""
+    return undisturbed(_walk_search)
+
+
+def _walk_search() -> type[WalkSearch]:
+    from planner.walk_search import WalkSearch
+
+    return WalkSearch
+
+
+def annealed_walks() -> type[AnnealedWalks]:
+    """The same with annealing."""
+    return undisturbed(_annealed_walks)
+
+
+def _annealed_walks() -> type[AnnealedWalks]:
+    from planner.annealed_walks import AnnealedWalks
+
+    return AnnealedWalks
+
+
+def sat_minimise() -> Callable[..., Answer]:
+    """``Milp.minimise`` by CP-SAT."""
+    return undisturbed(_sat_minimise)
+
+
+def _sat_minimise() -> Callable[..., Answer]:
+    from planner.pseudo_boolean import minimise
+
+    return minimise
