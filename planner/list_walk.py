@@ -263,6 +263,12 @@ def _after(k, end, uses, left_out):  # type: ignore[no-untyped-def]  # pragma: n
 
 
 @numba.njit(cache=True)
+def use_from(v, at, use_rows, uses):  # type: ignore[no-untyped-def]  # pragma: no cover
+    """Index in ``uses`` of a value's first use that is not less than ``at``; the end of its row where there is none."""
+    return use_rows[v] + np.searchsorted(uses[use_rows[v] : use_rows[v + 1]], at)
+
+
+@numba.njit(cache=True)
 def is_read(k, end, uses):  # type: ignore[no-untyped-def]  # pragma: no cover
     """Whether use ``k`` is there and a read: the value is then wanted in memory."""
     return k < end and uses[k] % 2 == 0

@@ -21,7 +21,7 @@ import numpy as np
 
 from graphs.ir import Graph
 from planner.flat import Flags, Floats, Ints
-from planner.list_walk import ListWalk, Route, Walked, is_read
+from planner.list_walk import ListWalk, Route, Walked, is_read, use_from
 from planner.loading import load_once
 
 FAR = (0.0, 0.5, 1.0, 2.0)  # exponents of the distance to the next read
@@ -327,7 +327,7 @@ def _dearer(chosen, factor, weights, runs, out_rows, outputs, use_rows, uses):  
         for a in range(out_rows[op], out_rows[op + 1]):
             v = outputs[a]
             weights[v] *= factor
-            k = use_rows[v] + np.searchsorted(uses[use_rows[v] : use_rows[v + 1]], 2 * i + 1)
+            k = use_from(v, 2 * i + 1, use_rows, uses)
             if k > use_rows[v]:
                 since = min(since, uses[k - 1] // 2)
     return since
@@ -338,9 +338,9 @@ def _wanted_since(at, use_rows, uses, old_rows, old_uses):  # type: ignore[no-un
     """The earliest last use, before ``at``, of a value that a route has in memory there and an older one has not; else ``at``."""
     since = at
     for v in range(use_rows.size - 1):
-        k = use_rows[v] + np.searchsorted(uses[use_rows[v] : use_rows[v + 1]], 2 * at)
+        k = use_from(v, 2 * at, use_rows, uses)
         if k > use_rows[v] and is_read(k, use_rows[v + 1], uses):
-            old = old_rows[v] + np.searchsorted(old_uses[old_rows[v] : old_rows[v + 1]], 2 * at)
+            old = use_from(v, 2 * at, old_rows, old_uses)
             if not is_read(old, old_rows[v + 1], old_uses):
                 since = min(since, uses[k - 1] // 2)
     return since
