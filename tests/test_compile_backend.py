@@ -727,6 +727,34 @@ def test_a_buffer_is_not_written_in_both() -> None:
         compiled(torch.randn(64, 16))
 
 
+class Writes(nn.Module):
+    """Changes a buffer by an operator that the tracer leaves in the graph as it is, in place."""
+
+    def __init__(self, write: Callable[[Tensor, Tensor], None]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.register_buffer("seen", torch.zeros(8))
+        self.write = write
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen: Tensor
+        loss = (self.layer(x) + self.seen).square().mean()
+        self.write(self.seen, x.detach()[0])
+        return loss
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch is built without FSDP")
+def test_a_write_of_an_unknown_kind_is_refused() -> None:
+    import torch.distributed.fsdp  # brings an operator with a functionalization of its own
+
+    def write(seen: Tensor, content: Tensor) -> None:
+        torch.ops.fsdp.copy_(seen, content)
+
+    with pytest.raises(BackendCompilerFailed, match=r"changes a tensor by fsdp\.copy_") as caught:
+        torch.compile(Writes(write), backend=belady, options={"budget": 1.0})(torch.randn(4, 8))
+    assert isinstance(caught.value.inner_exception, NotImplementedError)
+
+
 class Broken(nn.Module):
     """A graph break leaves a graph of one op between others that can be planned for."""
 
