@@ -387,6 +387,7 @@ class _Write:
 _WRITES = {torch.ops.aten.copy_.default, torch.ops.aten.set_.source_Tensor}  # target(input, content)
 if hasattr(torch.ops.aten, "shallow_copy_data_"):  # what ``tensor.data = ...`` becomes from torch 2.14 on
     _WRITES.add(torch.ops.aten.shallow_copy_data_.default)
+_UNDECLARED = {torch.ops.inductor.resize_storage_bytes_.default}  # writes, though the schema does not say so
 
 
 def _take_writes(joint: fx.GraphModule, forward_outputs: int) -> list[_Write]:
@@ -400,7 +401,7 @@ def _take_writes(joint: fx.GraphModule, forward_outputs: int) -> list[_Write]:
     late: list[Any] = []
     for node in list(graph.nodes):
         if node.target not in _WRITES:
-            if isinstance(node.target, OpOverload) and node.target._schema.is_mutable:
+            if isinstance(node.target, OpOverload) and (node.target._schema.is_mutable or node.target in _UNDECLARED):
                 raise NotImplementedError(f"the traced graph changes a tensor by {node.target}")
             continue
         source, content = node.args

@@ -743,14 +743,20 @@ class Writes(nn.Module):
         return loss
 
 
+def filled(seen: Tensor, content: Tensor) -> None:
+    torch.ops.fsdp.copy_(seen, content)
+
+
+def emptied(seen: Tensor, content: Tensor) -> None:
+    seen.untyped_storage().resize_(0)
+
+
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch is built without FSDP")
-def test_a_write_of_an_unknown_kind_is_refused() -> None:
+@pytest.mark.parametrize(("write", "name"), [(filled, "fsdp.copy_"), (emptied, "inductor.resize_storage_bytes_")])
+def test_a_write_of_an_unknown_kind_is_refused(write: Callable[[Tensor, Tensor], None], name: str) -> None:
     import torch.distributed.fsdp  # brings an operator with a functionalization of its own
 
-    def write(seen: Tensor, content: Tensor) -> None:
-        torch.ops.fsdp.copy_(seen, content)
-
-    with pytest.raises(BackendCompilerFailed, match=r"changes a tensor by fsdp\.copy_") as caught:
+    with pytest.raises(BackendCompilerFailed, match=f"changes a tensor by {re.escape(name)}") as caught:
         torch.compile(Writes(write), backend=belady, options={"budget": 1.0})(torch.randn(4, 8))
     assert isinstance(caught.value.inner_exception, NotImplementedError)
 
