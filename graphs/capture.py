@@ -551,7 +551,7 @@ class _Numbering:
         return Graph(self.name, tuple(self.ops), tuple(self.values), frozenset(range(self._residents)), ids, device)
 
     def _op(self, node: fx.Node, inputs: tuple[int, ...]) -> None:
-        held = node.meta["val"]
+        held: Any = node.meta.get("val")  # none where an operator returns nothing
         several = isinstance(held, tuple | list)
         entries: list[int | None] = []
         for i, tensor in enumerate(held if several else [held]):

@@ -761,6 +761,21 @@ def test_a_write_of_an_unknown_kind_is_refused(write: Callable[[Tensor, Tensor],
     assert isinstance(caught.value.inner_exception, NotImplementedError)
 
 
+@pytest.mark.parametrize("budget", [1.0, 0.6])
+def test_what_returns_nothing_may_be_called(budget: float, lines: pytest.LogCaptureFixture) -> None:
+    layers = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(4)))
+    twin, x = copy.deepcopy(layers), torch.randn(64, 16)
+
+    def call(layers: nn.Module, x: Tensor) -> Tensor:
+        out = layers(x)
+        torch.ops.aten._assert_tensor_metadata(out, dtype=torch.float32)
+        return out.square().mean()
+
+    compiled = torch.compile(call, backend=belady, options={**TIGHT, "budget": budget})
+    same(train(lambda x: compiled(layers, x), layers, (x,)), train(lambda x: call(twin, x), twin, (x,)))
+    assert len(planned_bytes(lines)) == 1
+
+
 class Broken(nn.Module):
     """A graph break leaves a graph of one op between others that can be planned for."""
 
