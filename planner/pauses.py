@@ -9,6 +9,9 @@ from collections.abc import Iterator
 
 NEW_OBJECTS = 200_000  # since the last collection, which a search waits for; Python's own number is 700 to 2,000
 
+# Python 3.12 counts objects of its own that live forever among the frozen ones, some 400; whoever freezes has many more.
+_PYTHONS_OWN = 1_000
+
 _frozen_by: str | None = None  # "us" inside of the outermost block, "others" once others are known to
 
 
@@ -20,7 +23,7 @@ def old_objects_left_alone() -> Iterator[None]:
     them, and that took half of the time of a run. Where somebody else has frozen objects, they are his to thaw.
     """
     global _frozen_by
-    if _frozen_by is None and gc.get_freeze_count():  # counting many takes long, so it is done once
+    if _frozen_by is None and gc.get_freeze_count() > _PYTHONS_OWN:  # counting many takes long, so it is done once
         _frozen_by = "others"
     if _frozen_by is not None:
         yield
