@@ -229,6 +229,7 @@ def test_interrupting_returns_what_was_found() -> None:
     script = (
         "from graphs.synthetic import random_layered\nfrom planner import keep_all, simulate, solve\n"
         "graph = random_layered('RL1', 0)\nbudget = int(0.7 * simulate(graph, keep_all(graph)).peak_bytes)\n"
+        "solve(graph, budget, method='annealing', gap=0.0, moves=1)\n"  # compiles, which may take a while
         "print('ready', flush=True)\n"
         "found = solve(graph, budget, method='annealing', gap=0.0, moves=10**9, time_limit_s=100)\n"
         "print(found.notes['stopped'], found.wall_s < 20)\n"
