@@ -36,8 +36,8 @@ def try_blocks(search: StageSearch, *, scarce: bool = False) -> None:
             search.offer(schedule, "blocks")
         # Blocks make some gradients of weights early and put others off; in graph order some do not fit.
         ordered = put_in_graph_order(search.graph, computes(schedule))
-        search.offer(with_frees(search.graph, ordered), "blocks")
-        search.follow(ordered, BLOCKS_WORK)
+        found = search.offer(with_frees(search.graph, ordered), "blocks")
+        search.follow(ordered, BLOCKS_WORK if search.time_ns is None or found.time_ns <= search.time_ns else 0)
 
 
 def prove_least(search: StageSearch) -> Schedule | None:

@@ -576,6 +576,23 @@ def test_blocks_in_another_order_count_where_nothing_else_is_known(monkeypatch: 
         assert (search.best == other) is taken
 
 
+@pytest.mark.parametrize("known", [False, True])
+def test_blocks_that_are_dearer_than_what_is_known_are_not_improved(known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = random_training(12, 0)
+    runs = range(len(graph.ops))
+    dear = with_frees(graph, [0, *runs])
+    monkeypatch.setattr(first_schedules, "is_chain", lambda graph: True)
+    monkeypatch.setattr(first_schedules, "block_schedule", lambda *_, **__: (dear, {}))
+    followed: list[int] = []
+    monkeypatch.setattr(StageSearch, "follow", lambda search, runs, work: followed.append(work))
+    monkeypatch.setattr(StageSearch, "done", lambda *_: False)
+    search = StageSearch(graph, simulate(graph, dear).peak_bytes, gap=0.0, time_limit_s=60.0, seed=0)
+    if known:
+        search.offer(with_frees(graph, runs), "start")
+    try_blocks(search)
+    assert followed == [0 if known else first_schedules.BLOCKS_WORK]
+
+
 @pytest.mark.parametrize("large", [True, False])
 def test_blocks_are_tried_before_a_large_milp_where_the_bound_is_far(large: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     blocks: list[None] = []
