@@ -31,7 +31,6 @@ from graphs.rewrite import (
     real_bytes,
     remove_dead,
     same_layout,
-    share_casts,
     tensors_of,
 )
 from graphs.torch_private import (
@@ -285,10 +284,6 @@ def capture(
     choose_batch_norm(graph)
     drop_unread_statistics(graph)
     gradient_at = {result.name: i for i, result in enumerate(results) if result.kind == "gradient"}
-    if autocast is not None:
-        placeholders = graph.find_nodes(op="placeholder")
-        share_casts(graph, {n: gradient_at[s.name] for n, s in zip(placeholders, sources, strict=True) if s.name in gradient_at})
-        remove_dead(graph)
     own_gradients(graph, {i: state[parameter] for parameter, i in gradient_at.items()})
     graph.lint()
     joint.module.recompile()

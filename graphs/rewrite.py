@@ -213,80 +213,11 @@ def fuse_bernoulli(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def share_casts(graph: fx.Graph, trainable: Mapping[fx.Node, int]) -> None:
-    """Cast each trainable parameter once, as the cache of autocast does, and add the gradients of its uses before casting back.
-
-    trainable  for each placeholder of such a parameter: where its gradient stands among the outputs (missing: it has none)
-    """
-    output = graph.output_node()
-    for parameter, at in trainable.items():
-        casts: dict[object, list[fx.Node]] = {}
-        for node in parameter.users:
-            if node.target == aten._to_copy.default and node.meta.get("partitioner_tag") == "is_forward":
-                casts.setdefault(tuple(sorted(node.kwargs.items())), []).append(node)
-        for first, *others in casts.values():
-            for node in others:
-                users = list(node.users)
-                node.replace_all_uses_with(first)
-                _move_views(users, storage_key(node.meta["val"]))
-                graph.erase_node(node)
-            if others:
-                nodes = outputs_of(graph)
-                nodes[at] = _add_before_cast(nodes[at], first.meta["val"].dtype)
-                output.args = (tuple(nodes),)
-
-
-def _move_views(nodes: Sequence[fx.Node], key: int) -> None:
-    """Let the views among ``nodes``, and their views, be of what their arguments hold now; they were of storage ``key``."""
-    for node in nodes:
-        if any(storage_key(tensor) == key for tensor in tensors_of(node)):
-            node.meta["val"] = _value(node.target, node.args, node.kwargs)
-            _move_views(list(node.users), key)
-
-
-def _add_before_cast(total: fx.Node, dtype: torch.dtype) -> fx.Node:
-    """Rewrite ``cast(a) + cast(b) + ...`` into ``cast(a + b + ...)`` for the terms cast from ``dtype``; the others stay."""
-    sums: list[fx.Node] = []  # in order of arrival
-    node = total
-    while node.target == aten.add.Tensor and node.meta.get("is_gradient_acc"):
-        sums.insert(0, node)
-        node = cast(fx.Node, node.args[0])
-    terms = [(node, sums[0]), *((cast(fx.Node, s.args[1]), s) for s in sums)] if sums else []
-    low = [term for term, _ in terms if _is_cast_from(term, dtype)]
-    if len(low) < 2:
-        return total
-    result: fx.Node | None = None
-    partial: fx.Node | None = None
-    for term, at in terms:
-        added: fx.Node | None = term
-        if term in low:
-            source = cast(fx.Node, term.args[0])
-            partial = source if partial is None else _insert(at, aten.add.Tensor, (partial, source), gradient_sum=True)
-            added = _insert(at, aten._to_copy.default, (partial,), term.kwargs) if term is low[-1] else None
-        if added is not None:
-            result = added if result is None else _insert(at, aten.add.Tensor, (result, added), gradient_sum=True)
-    assert result is not None
-    total.replace_all_uses_with(result)
-    return result
-
-
-def _is_cast_from(node: fx.Node, dtype: torch.dtype) -> bool:
-    if node.target != aten._to_copy.default or len(node.users) > 1:
-        return False
-    source: Tensor = cast(fx.Node, node.args[0]).meta["val"]
-    result: Tensor = node.meta["val"]
-    return source.dtype == dtype != result.dtype
-
-
-def _insert(
-    at: fx.Node, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None, *, gradient_sum: bool = False
-) -> fx.Node:
+def _insert(at: fx.Node, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> fx.Node:
     """A new call of the backward before node ``at``."""
     with at.graph.inserting_before(at):
-        node = at.graph.call_function(target, args, dict(kwargs or {}))
+        node = at.graph.call_function(target, args, dict(kwargs))
     node.meta = {"val": _value(target, node.args, node.kwargs), "partitioner_tag": "is_backward"}
-    if gradient_sum:
-        node.meta["is_gradient_acc"] = True
     return node
 
 

@@ -16,6 +16,7 @@ import torch._decomp  # registers the replacements that _eager_kernels takes awa
 from torch import Tensor, UntypedStorage, fx, nn
 from torch._C._dynamo.guards import TensorGuards
 from torch._dynamo.convert_frame import compile_lock
+from torch._functorch._aot_autograd import collect_metadata_analysis
 from torch._functorch._aot_autograd.descriptors import (
     BufferAOTInput,
     GradAOTOutput,
@@ -38,6 +39,7 @@ from torch._subclasses.fake_tensor import (
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 from torch.fx._symbolic_trace import _proxyable_classes
+from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.fx.graph import CodeGen, _BoxedCodeGen
 from torch.utils._mode_utils import no_dispatch
@@ -245,7 +247,7 @@ class Joint:
 
     module   the graph, with the plain calling convention: one argument a placeholder, one flat list of outputs. Nodes that act
              on the outside world although they return a tensor have ``meta["effect"]``; those of the backward have
-             ``meta["partitioner_tag"] == "is_backward"``, sums of gradients ``meta["is_gradient_acc"]``
+             ``meta["partitioner_tag"] == "is_backward"``
     sources  for each placeholder: ("state", i), ("input", i) or ("tangent", 0)
     results  for each output: ("loss", 0), ("gradient", i) of state i, ("state", i) or ("input", i): its new content, or
              None where there is nothing
@@ -289,6 +291,7 @@ def trace_joint(
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(_eager_kernels())
+        stack.enter_context(_casts_kept())
         stack.enter_context(_generators_let_in())
         # Recurrent layers are traced as their cells: the fused oneDNN layer does not tell how much memory it takes.
         stack.enter_context(onednn_as(False))
@@ -346,7 +349,7 @@ def compile_partitioned(
     wanted: dict[str, Any] = {"backward_pass_autocast": "off"} if hasattr(config, "backward_pass_autocast") else {}
     if torch.__version__.startswith("2.12."):  # lays out gradients like their outputs, expanded ones too, where it cannot write
         wanted["guess_tangent_strides_as_outputs"] = False
-    with _eager_kernels(), _nothing_donated(), config.patch(wanted):
+    with _eager_kernels(), _casts_kept(), _nothing_donated(), config.patch(wanted):
         compiled: Callable[..., Any] = backend(module, examples)
     return compiled
 
@@ -634,6 +637,34 @@ def _replaced_operators() -> tuple[OpOverload[..., Any], ...]:
     packets = (getattr(torch.ops.aten, name) for name in dir(torch.ops.aten) if "batch_norm" not in name)
     overloads = (getattr(p, name) for p in packets if isinstance(p, OpOverloadPacket) for name in cast(Any, p).overloads())
     return tuple(op for op in overloads if any(key in op.py_kernels for key in _AUTOGRAD_KEYS))
+
+
+@contextlib.contextmanager
+def _casts_kept() -> Iterator[None]:
+    """Let regions of autocast keep their casts of parameters, as in eager execution, which adds up the gradients of all uses of a
+    cast before it casts them back.
+
+    The tracer turns that off. It is also for leaves of autograd only, and the tracer's stand-ins of leaves have a history.
+    """
+    owners: list[Any] = [m for m in (proxy_tensor, collect_metadata_analysis) if hasattr(m, "disable_autocast_cache")]
+    originals = [owner.disable_autocast_cache for owner in owners]
+    mirror = torch._mirror_autograd_meta_to  # type: ignore[attr-defined]
+
+    def mirror_leaf(tensor: Tensor, stand_in: Tensor) -> None:
+        if tensor.requires_grad and tensor.is_leaf:
+            stand_in.requires_grad_()
+        else:
+            mirror(tensor, stand_in)
+
+    torch._mirror_autograd_meta_to = mirror_leaf  # type: ignore[attr-defined]
+    for owner in owners:
+        owner.disable_autocast_cache = contextlib.nullcontext
+    try:
+        yield
+    finally:
+        torch._mirror_autograd_meta_to = mirror  # type: ignore[attr-defined]
+        for owner, original in zip(owners, originals, strict=True):
+            owner.disable_autocast_cache = original
 
 
 @contextlib.contextmanager

@@ -35,7 +35,7 @@ from graphs.capture import Step, numbered
 from graphs.errors import CaptureError, InfeasibleBudget, InputError, InvalidSchedule, NoScheduleFound
 from graphs.ir import Graph
 from graphs.layouts import kernels_layouts
-from graphs.rewrite import outputs_of, share_casts, tensors_of
+from graphs.rewrite import outputs_of, tensors_of
 from graphs.torch_private import (
     ONE_TRACE_AT_A_TIME,
     BoxedCodeGen,
@@ -79,21 +79,10 @@ def belady(module: fx.GraphModule, examples: Sequence[Any], *, options: Mapping[
     budget = options.pop("budget")
 
     def partition(joint: fx.GraphModule, forward_outputs: int) -> tuple[fx.GraphModule, fx.GraphModule]:
-        _share_casts(joint, forward_outputs, examples)
         return _partition(joint, forward_outputs, budget, options, examples)
 
     with ONE_TRACE_AT_A_TIME, kernels_layouts():
         return compile_partitioned(module, examples, partition, _boxed)
-
-
-def _share_casts(joint: fx.GraphModule, forward_outputs: int, examples: Sequence[Any]) -> None:
-    """Cast parameters once in an autocast region, as eager execution does (its cache of casts is not in the traced graph)."""
-    primals = [node for node in joint.graph.find_nodes(op="placeholder") if not node.name.startswith("tangents")]
-    gradients = outputs_of(joint.graph)[forward_outputs : forward_outputs + len(primals)]
-    if len(primals) == len(gradients) == len(examples):  # not where inputs are views of each other
-        pairs = zip(primals, gradients, examples, strict=True)
-        leaf = [gradient is not None and example.is_leaf and example.requires_grad for _, gradient, example in pairs]
-        share_casts(joint.graph, {node: forward_outputs + i for i, node in enumerate(primals) if leaf[i]})
 
 
 def _symbolic(example: object) -> bool:

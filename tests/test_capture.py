@@ -1,5 +1,6 @@
 """A captured step computes what plain PyTorch computes, bit for bit, and its Graph says how much memory that takes."""
 
+import contextlib
 import copy
 import functools
 import gc
@@ -243,6 +244,19 @@ def checkpointed(model: Lambda, x: Tensor) -> Tensor:
     return square(checkpoint(part, x, use_reentrant=False, context_fn=contexts))
 
 
+def regions_inside(model: Lambda, x: Tensor) -> Tensor:
+    """Casts that one region keeps, that two make anew, that are kept across one without autocast, and that nobody keeps."""
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = model.linear(model.linear(x))
+        with torch.autocast("cpu", enabled=False):
+            y = model.linear(y.float())
+        y = model.linear(y)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = model.linear(y)
+    weight = model.linear.weight
+    return square(F.linear(F.linear(y.bfloat16(), weight.bfloat16()), weight.bfloat16()).float())
+
+
 def ctc_case(
     input_lengths: Any, target_lengths: Any, batch: int = 2, autocast: torch.dtype | None = None, **options: Any
 ) -> Case:
@@ -306,6 +320,8 @@ CASES: dict[str, Callable[[], Case]] = {
     "one number in a list": lambda: lambda_case(lambda m, x: m.linear(x).sum().reshape(1), x8),
     "tuple": lambda: lambda_case(lambda m, x: square(m.linear(x)), x8),
     "selective checkpoint": lambda: lambda_case(checkpointed, x8),
+    "regions of autocast inside": lambda: lambda_case(regions_inside, x8),
+    "regions of autocast inside bf16": lambda: lambda_case(regions_inside, x8, autocast=torch.bfloat16),
     "ctc of numbers": lambda: ctc_case([7, 4], [3, 2]),
     "ctc of numbers, ruled out": lambda: ctc_case((3, 2), (3, 3), zero_infinity=True),  # no path is so short
     "ctc of numbers, summed": lambda: ctc_case((7, 4), (3, 2), reduction="sum"),
@@ -364,7 +380,7 @@ def plain_answer(case: Case) -> Answer:
     """What plain PyTorch computes, on a copy of the model."""
     model = copy.deepcopy(case.model)
     torch.manual_seed(7)
-    with torch.autocast("cpu", case.autocast or torch.bfloat16, enabled=case.autocast is not None):
+    with contextlib.nullcontext() if case.autocast is None else torch.autocast("cpu", case.autocast):
         loss = case.plain(model)
     loss.backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}

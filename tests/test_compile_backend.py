@@ -302,6 +302,27 @@ class Twice(nn.Module):
         return x.float().square().mean()
 
 
+class CastByHand(Twice):
+    """Casts that nobody keeps, and those of two regions, each of which keeps its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = F.gelu(F.linear(x.bfloat16(), self.layer.weight.bfloat16()))
+        for _ in range(2):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                x = self.layer(F.gelu(self.layer(x.float())))
+        return x.float().square().mean()
+
+
+@pytest.mark.parametrize("budget", [0.8, 1.0])
+def test_casts_are_shared_only_where_eager_execution_shares_them(budget: float) -> None:
+    model, x = CastByHand(), torch.randn(64, 16)
+    twin = copy.deepcopy(model)
+    for call in (twin, torch.compile(model, backend=belady, options={**TIGHT, "budget": budget})):
+        call(x).backward()
+    same([p.grad for p in model.parameters()], [p.grad for p in twin.parameters()])
+
+
 def test_autocast_casts_a_parameter_once_as_eager_does() -> None:
     model, x = Twice(), torch.randn(64, 16)
     twin = copy.deepcopy(model)
