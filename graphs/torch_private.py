@@ -326,6 +326,7 @@ def compile_partitioned(
     """
     from torch._dynamo.backends.common import aot_autograd  # here, since importing the compiler takes seconds
     from torch._functorch import config
+    from torch._inductor import config as inductor
 
     def split(joint: fx.GraphModule, _inputs: Any, *, num_fwd_outputs: int, **_: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         writes = _take_writes(joint, num_fwd_outputs)
@@ -349,7 +350,8 @@ def compile_partitioned(
     wanted: dict[str, Any] = {"backward_pass_autocast": "off"} if hasattr(config, "backward_pass_autocast") else {}
     if torch.__version__.startswith("2.12."):  # lays out gradients like their outputs, expanded ones too, where it cannot write
         wanted["guess_tangent_strides_as_outputs"] = False
-    with _eager_kernels(), _casts_kept(), _nothing_donated(), config.patch(wanted):
+    # Draws that nobody reads move the generator in eager execution; without the last one they are dead code.
+    with _eager_kernels(), _casts_kept(), _nothing_donated(), config.patch(wanted), inductor.patch(fallback_random=True):
         compiled: Callable[..., Any] = backend(module, examples)
     return compiled
 

@@ -333,6 +333,30 @@ def test_autocast_casts_a_parameter_once_as_eager_does() -> None:
     same([p.grad for p in model.parameters()], [p.grad for p in twin.parameters()])
 
 
+class DrawsUnread(nn.Module):
+    """Draws whose numbers nobody reads, before one that is read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch.rand(5)
+        F.dropout(self.layer(x))
+        return F.dropout(self.layer(x), 0.3).square().mean()
+
+
+@pytest.mark.parametrize("gradients", [True, False])
+def test_draws_that_nobody_reads_move_the_generator(gradients: bool) -> None:
+    model, x = DrawsUnread(), torch.randn(8, 16)
+    found = []
+    for call in (model, torch.compile(model, backend=belady, options={**TIGHT, "budget": 1.0})):
+        torch.manual_seed(1)
+        with torch.set_grad_enabled(gradients):
+            found.append([call(x).detach(), torch.get_rng_state()])
+    same(*found)
+
+
 def test_evaluation_and_no_grad_need_no_plan(lines: pytest.LogCaptureFixture) -> None:
     model, inputs = mlp()
     compiled = torch.compile(model.eval(), backend=belady, options={"budget": 0.5})
