@@ -249,6 +249,10 @@ def _refusal(name: str, error: Exception) -> CaptureError:
         return CaptureError(
             f"{name} changes a tensor in place that is neither parameter nor buffer; make it one with register_buffer"
         )
+    if "ViewBaseAOTInput" in str(error):
+        return CaptureError(
+            f"{name} changes a tensor in its forward whose memory another buffer, parameter or input has too; give each its own"
+        )
     if _reads_an_earlier_call(error):
         return CaptureError(
             f"{name} does not do the same in every call (it reads a tensor that an earlier call has made{_place(error)}), as a "

@@ -844,6 +844,15 @@ def counts_outside(model, x):
     return square(model.linear(x) * OUTSIDE.n)
 
 
+def overlapping() -> nn.Module:
+    """One of two buffers in one storage changes."""
+    model = Lambda(lambda m, x: (m.moving.add_(1), square(m.linear(x) * m.other))[1])
+    memory = torch.zeros(12)
+    model.moving = memory[:8]
+    model.register_buffer("other", memory[4:])
+    return model
+
+
 def averaging_norm() -> nn.Module:
     return nn.Sequential(linear(), nn.BatchNorm1d(8, momentum=None))
 
@@ -890,6 +899,7 @@ REFUSED: dict[str, tuple[Callable[[], Step], str]] = {
     "parameter in place": (
         lambda: capture(nn.Embedding(4, 8, max_norm=1.0), torch.tensor([1]), loss=square), "changes its parameter weight in place"
     ),
+    "buffers of one storage": (lambda: capture(overlapping(), x8), "memory another buffer, parameter or input has too"),
     "buffer replaced": (lambda: capture(Lambda(grown), x8), "replaces moving in its forward"),
     "attribute in place": (lambda: capture(Lambda(counted), x8), "neither parameter nor buffer.*register_buffer"),
     "counter": (lambda: with_attribute(counts_calls, n=3), r"its attribute n in its forward \(from 3 to 4\).*in a buffer"),
