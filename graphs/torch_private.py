@@ -524,13 +524,20 @@ def _drop_tokens(graph: fx.Graph) -> None:
 
 @contextlib.contextmanager
 def as_if_compiling() -> Iterator[None]:
-    """Make ``torch.compiler.is_compiling()`` true."""
-    before = torch.compiler._is_compiling_flag
+    """Make ``torch.compiler.is_compiling()`` true. Checks of data that libraries then leave to the compiler
+    (``torch._check_tensor_all``) become operators, which check at run time."""
+    before, check = torch.compiler._is_compiling_flag, torch._check_tensor_all_with
+
+    def check_when_run(error: type[Exception], condition: Tensor, message: Callable[[], object] | None = None) -> None:
+        torch._assert_async(condition.all(), "a check of data failed" if message is None else str(message()))
+
     torch.compiler._is_compiling_flag = True
+    torch._check_tensor_all_with = check_when_run
     try:
         yield
     finally:
         torch.compiler._is_compiling_flag = before
+        torch._check_tensor_all_with = check
 
 
 @contextlib.contextmanager

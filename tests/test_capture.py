@@ -244,6 +244,15 @@ def checkpointed(model: Lambda, x: Tensor) -> Tensor:
     return square(checkpoint(part, x, use_reentrant=False, context_fn=contexts))
 
 
+def checks_data(model: Lambda, x: Tensor) -> Tensor:
+    """As libraries do: a check that branches, and while they are compiled one that does not."""
+    if torch.compiler.is_compiling():
+        torch._check_tensor_all(x < 100)
+    elif not (x < 100).all():
+        raise ValueError("100 or more")
+    return square(model.linear(x))
+
+
 def regions_inside(model: Lambda, x: Tensor) -> Tensor:
     """Casts that one region keeps, that two make anew, that are kept across one without autocast, and that nobody keeps."""
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -322,6 +331,8 @@ CASES: dict[str, Callable[[], Case]] = {
     "selective checkpoint": lambda: lambda_case(checkpointed, x8),
     "regions of autocast inside": lambda: lambda_case(regions_inside, x8),
     "regions of autocast inside bf16": lambda: lambda_case(regions_inside, x8, autocast=torch.bfloat16),
+    "check of data": lambda: lambda_case(lambda m, x: (torch._assert_async(x.sum() < 100, "100"), square(m.linear(x)))[1], x8),
+    "check of data in a library": lambda: lambda_case(checks_data, x8),
     "ctc of numbers": lambda: ctc_case([7, 4], [3, 2]),
     "ctc of numbers, ruled out": lambda: ctc_case((3, 2), (3, 3), zero_infinity=True),  # no path is so short
     "ctc of numbers, summed": lambda: ctc_case((7, 4), (3, 2), reduction="sum"),
@@ -614,6 +625,12 @@ def test_effects_stay_in_the_graph():
     step = captured(CASES["effect"]())
     (effect,) = (op for op in step.graph.ops if op.effect)
     assert effect.kind == "aten._linalg_check_errors" and not effect.outputs
+
+
+def test_checks_of_data_are_made_when_the_step_runs():
+    step = captured(CASES["check of data in a library"]())
+    with pytest.raises(RuntimeError, match="a check of data failed"):
+        step.module(*bind(step, (x8 + 100,)))
 
 
 def test_dropout_of_attention_is_random_only_where_it_drops():
