@@ -128,7 +128,9 @@ def chain_of_ops(graph: Graph) -> Chain:
     if drawn != sorted(drawn):
         i = next(i for i in range(count) if (graph.ops[i].random or graph.ops[i].effect) and stage_of[i] > min(drawn))
         raise _broken(graph, i, "random ops and ops with effects stand in another order than the ops they feed")
-    stages = [[i for i in range(count) if stage_of[i] == at] for at in range(len(main))]
+    stages: list[list[int]] = [[] for _ in main]
+    for i in range(count):
+        stages[stage_of[i]].append(i)
     chain = _chain(graph, stages, frozenset())
     for at, stage in enumerate(chain.stages):
         for i in stage.backward:

@@ -18,6 +18,7 @@ from planner.chains import Stage, chain_of_ops
 from planner.methods.rotor import solve as rotor
 from planner.schedule import with_frees
 from tests.chains import random_chain
+from tests.clock import stopwatch
 from tests.oracles import least_budget, least_time
 
 UNIT_CHAIN = [(3, 45), (4, 26), (5, 22), (6, 21), (7, 20), (8, 19), (9, 18), (10, 17)]  # budget, runs: 8 layers
@@ -229,6 +230,13 @@ def test_chains_too_long_for_the_time_limit_are_given_up(method: str) -> None:
     found = solve(graph, 40, method=method, time_limit_s=0.5)
     assert found.status is Status.UNKNOWN and found.notes["stopped"] == "time limit"
     assert time.perf_counter() - began < 10
+
+
+def test_long_chains_are_cut_up_soon() -> None:
+    graph = chain(10_000)
+    taken_s = stopwatch()
+    assert len(chain_of_ops(graph).stages) == 10_001
+    assert taken_s() < 1
 
 
 @pytest.mark.parametrize("slots", [0, -1, 1.5, True])
