@@ -18,6 +18,7 @@ from planner.methods.twremat import Part, decompose, forward_pass, remat, solve,
 from planner.result import Status
 from planner.schedule import Compute, computes, keep_all, with_frees
 from planner.simulate import simulate
+from tests.clock import stopwatch
 from tests.oracles import least_time
 from tests.strategies import graphs, graphs_and_budgets, random_budget, random_graph
 
@@ -281,6 +282,15 @@ def test_what_keeps_all_is_there_from_the_start(variants: bool) -> None:
 
 def test_no_time_is_said() -> None:
     found = solve(chain(16), 12, time_limit_s=0)
+    assert found.status is Status.UNKNOWN
+    assert found.notes["stopped"] == "time limit"
+
+
+def test_a_decomposition_that_takes_too_long_is_left() -> None:
+    graph = unit_graph([{i - 1, i // 2} if i > 1 else set() for i in range(2000)])
+    taken_s = stopwatch()
+    found = solve(graph, int(0.9 * simulate(graph, keep_all(graph)).peak_bytes), time_limit_s=0.1)
+    assert taken_s() <= 0.1 * 1.1 + 1.0
     assert found.status is Status.UNKNOWN
     assert found.notes["stopped"] == "time limit"
 

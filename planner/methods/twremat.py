@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import inf
@@ -26,7 +27,7 @@ from random import Random
 from typing import Any
 
 import networkx as nx
-from networkx.algorithms.approximation import treewidth_min_fill_in
+from networkx.algorithms.approximation.treewidth import min_fill_in_heuristic, treewidth_decomp
 
 from graphs.ir import Graph
 from planner.incumbent import Incumbent
@@ -52,8 +53,7 @@ def solve(
     """The cheapest schedule among the published one and its variants; UNKNOWN where none of them fits.
 
     gap           stop when (time - keep-all time) / time is at most this; the keep-all time is the only bound there is
-    time_limit_s  stop after this long with the best so far; a tree decomposition, once begun, is finished (seconds where a
-                  thousand ops have bags of hundreds, else far less)
+    time_limit_s  stop after this long with the best so far; a tree decomposition that takes longer leads to none
     seed          0: vertices as good as each other are eliminated in graph order; others: in an order drawn from the seed
     start         a schedule to begin with
     progress      called as ``progress(time_ns=..., bound_ns=..., phase=...)`` where a better schedule was found
@@ -82,7 +82,11 @@ def _run(search: Incumbent, seed: int, variants: bool) -> None:
     graph, budget_bytes = search.graph, search.budget_bytes
     if search.done():
         return
-    tree = decompose(graph, seed=seed)
+    try:
+        tree = decompose(graph, seed=seed, deadline=search.deadline)
+    except TimeoutError:
+        search.out_of_time()
+        return
     search.notes |= {"width": tree.width, "levels": tree.levels}
     cuts = (None, *range(tree.levels - 1))
     for cut, together in itertools.product(cuts, (True, False)) if variants else [(None, True)]:
@@ -159,11 +163,20 @@ class Tree:
 _Call = tuple[Part, tuple[int, ...]]  # a part, and ops of it whose outputs are wanted
 
 
-def decompose(graph: Graph, *, seed: int = 0) -> Tree:
+def decompose(graph: Graph, *, seed: int = 0, deadline: float = inf) -> Tree:
     """Min-fill tree decomposition of the undirected graph in which two ops are joined where one reads from the other, balanced.
 
     At every level the bag is the root that leaves the smallest largest part: none has more than half of the ops.
+
+    deadline  as ``time.perf_counter`` tells it: raises TimeoutError where ops are left to eliminate then
     """
+
+    def least_fill(left: dict[int, set[int]]) -> int | None:
+        if time.perf_counter() >= deadline:
+            raise TimeoutError
+        chosen: int | None = min_fill_in_heuristic(left)
+        return chosen
+
     vertices = list(range(len(graph.ops)))
     if seed:
         Random(seed).shuffle(vertices)
@@ -172,7 +185,7 @@ def decompose(graph: Graph, *, seed: int = 0) -> Tree:
     joined.add_edges_from((graph.producer[v], i) for i, op in enumerate(graph.ops) for v in op.inputs if graph.producer[v] >= 0)
     if not vertices:
         return Tree((), 0, 0)
-    width, bags = treewidth_min_fill_in(joined)
+    width, bags = treewidth_decomp(joined, least_fill)
     order = sorted(bags, key=sorted)  # bags are sets: an order that does not depend on hashing
     number = {bag: b for b, bag in enumerate(order)}
     parts = _balanced(order, [sorted(number[other] for other in bags[bag]) for bag in order])
