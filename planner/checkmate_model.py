@@ -139,7 +139,7 @@ def checkmate_model(
     room_bytes = (budget_bytes - graph.resident_bytes) // grain * grain
     unit_ns = _unit((op.time_ns for op in graph.ops), graph.keep_all_time_ns)
     unit_bytes = _unit((*size, *(op.workspace_bytes for op in graph.ops), room_bytes), max(1, room_bytes))
-    needed = _needed(graph, may) if presolve else _made_before(graph)
+    needed = _needed(graph, may, deadline) if presolve else _made_before(graph, deadline)
     first = _first_tight(graph, needed, room_bytes, size) if presolve else 0
 
     milp = Milp()
@@ -376,11 +376,12 @@ def values_of(model: CheckmateModel, held: Held) -> list[float] | None:
     return values if satisfies(model.milp, values) else None
 
 
-def _needed(graph: Graph, may: Sequence[bool]) -> tuple[frozenset[int], ...]:
+def _needed(graph: Graph, may: Sequence[bool], deadline: float) -> tuple[frozenset[int], ...]:
     """For each stage t, the values made before op t that op t or a later one can need, be it through re-runs."""
     producer = graph.producer
     needed: list[frozenset[int]] = []
     need: set[int] = set()
+    total = 0
     for t in range(len(graph.ops) - 1, -1, -1):
         # Made by op t itself, a value is not there before it; what its re-runs would read, op t reads too.
         need.difference_update(graph.ops[t].outputs)
@@ -392,15 +393,26 @@ def _needed(graph: Graph, may: Sequence[bool]) -> tuple[frozenset[int], ...]:
                 if may[producer[x]]:
                     todo.extend(y for y in graph.ops[producer[x]].inputs if producer[y] >= 0)
         needed.append(frozenset(need))
+        total = _counted(total, need, deadline)
     return tuple(reversed(needed))
 
 
-def _made_before(graph: Graph) -> tuple[frozenset[int], ...]:
+def _made_before(graph: Graph, deadline: float) -> tuple[frozenset[int], ...]:
     """For each stage t, all values made before op t."""
     made = [frozenset[int]()]
+    total = 0
     for op in graph.ops[:-1]:
         made.append(made[-1] | set(op.outputs))
+        total = _counted(total, made[-1], deadline)
     return tuple(made)
+
+
+def _counted(total: int, values: Set[int], deadline: float) -> int:
+    """With one more stage's values: grown with the square of the ops, they alone can take more memory than there is."""
+    out_of_time(deadline)
+    if total + len(values) > COEFFICIENTS:
+        raise Stopped(f"the model is too large: {COEFFICIENTS:,} values that some stage can hold")
+    return total + len(values)
 
 
 def _first_tight(graph: Graph, needed: Sequence[frozenset[int]], room_bytes: int, size: Sequence[int]) -> int:

@@ -313,6 +313,23 @@ def test_models_too_large_are_not_built(monkeypatch: pytest.MonkeyPatch) -> None
         assert found.notes["stopped"].startswith("the model is too large: 1,000 coefficients by stage ")
 
 
+@pytest.mark.parametrize("method", ["checkmate", "checkmate_lp"])
+def test_stages_too_many_to_list_are_not_listed(method: str) -> None:
+    graph = chain(12_000)
+    taken_s = stopwatch()
+    found = solve(graph, 100, method=method)
+    assert found.notes["stopped"] == "the model is too large: 10,000,000 values that some stage can hold"
+    late = solve(graph, 100, method=method, time_limit_s=0.1)
+    assert late.notes["stopped"] == "time limit"
+    assert taken_s() < 10
+
+
+def test_all_values_of_all_stages_are_counted_without_presolve(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("planner.checkmate_model.COEFFICIENTS", 1000)
+    found = solve(chain(50), 5, method="checkmate", presolve=False)
+    assert found.notes["stopped"] == "the model is too large: 1,000 values that some stage can hold"
+
+
 def test_time_limit_keeps_the_start() -> None:
     graph = random_training(40, 1)
     budget_bytes = int(0.5 * simulate(graph, keep_all(graph)).peak_bytes)
