@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from graphs.errors import BeladyError, InputError, NoScheduleFound
@@ -514,7 +513,7 @@ def _print_sweep(graph: Graph, rows: Sequence[dict[str, Any]]) -> None:
     """Overhead by budget (down) and method (across), with what is proved."""
     from .sweep import proved
 
-    title = f"{escape(graph.name)}: {len(graph.ops)} ops, keep-all {graph.keep_all_time_ns / 1e6:.3f} ms; overhead"
+    title = f"{graph.name}: {len(graph.ops)} ops, keep-all {graph.keep_all_time_ns / 1e6:.3f} ms; overhead"
     table = Table(header_style="bold", box=None)
     methods = list(dict.fromkeys(row["method"] for row in rows))
     for column in ("budget", "proved", *methods):
@@ -629,13 +628,13 @@ def _print_comparison(comparison: Comparison) -> None:
         for difference in block.differences:
             if difference.extra_ns:
                 console.print()
-                console.print(str(difference), highlight=False, markup=False, soft_wrap=True)
+                console.print(str(difference), highlight=False, soft_wrap=True)
 
 
 def _print_rows(graph: Graph, rows: Sequence[dict[str, Any]]) -> None:
     """One table: a line a row, a rule between budgets; measured columns only where something was measured."""
     measured = any(row["measured_time_ns"] is not None for row in rows)
-    title = f"{escape(graph.name)}: {len(graph.ops)} ops, keep-all {graph.keep_all_time_ns / 1e6:.3f} ms"
+    title = f"{graph.name}: {len(graph.ops)} ops, keep-all {graph.keep_all_time_ns / 1e6:.3f} ms"
     table = Table(title=title, title_justify="left", header_style="bold", box=None)
     columns = ["budget", "method", "status", "overhead", "bound", "gap", "peak", "recomputed", "wall s"]
     columns += ["step ms", "measured peak", "grad error"] if measured else []
@@ -665,8 +664,8 @@ def _print_rows(graph: Graph, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def _console(width: int = 160) -> Console:
-    """Standard output; a table that goes to a file or a pipe is as wide as it needs to be."""
-    return Console(width=None if sys.stdout.isatty() else width)
+    """Standard output; a table that goes to a file or a pipe is as wide as it needs to be. Names are written as they are."""
+    return Console(width=None if sys.stdout.isatty() else width, markup=False, emoji=False)
 
 
 def _cell(number: Any, form: str | Callable[[Any], str]) -> str:

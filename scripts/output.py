@@ -10,7 +10,8 @@ from contextlib import contextmanager, redirect_stdout
 from typing import Any
 
 from rich.console import Console
-from rich.progress import MofNCompleteColumn, Progress
+from rich.progress import MofNCompleteColumn, Progress, TextColumn
+from rich.text import Text
 
 from graphs.errors import BeladyError
 
@@ -71,13 +72,13 @@ def computing() -> Iterator[Callable[[str], None]]:
             yield lambda _: None
             return
         with console.status("starting") as status:
-            yield status.update
+            yield lambda text: status.update(Text(text))  # as it is: brackets in a file's name are no markup
 
 
 def progress_bar() -> Progress:
     """A bar on a terminal, silence elsewhere."""
     console = Console(stderr=True)
-    columns = (*Progress.get_default_columns(), MofNCompleteColumn())
+    columns = (TextColumn("{task.description}", markup=False), *Progress.get_default_columns()[1:], MofNCompleteColumn())
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 

@@ -262,6 +262,20 @@ def test_names_that_standard_output_cannot_encode_are_escaped(tmp_path: Path) ->
         assert (done.returncode, done.stderr) == (0, "") and r"\udce4 and " in done.stdout
 
 
+def test_brackets_and_colons_in_names_are_no_markup(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as on a terminal: status lines and bars, too
+    monkeypatch.setenv("COLUMNS", "200")
+    path = tmp_path / "[" / "b].json"
+    path.parent.mkdir()
+    save_graph(replace(training_chain(4), name="[bold]x[/y] :star:"), path)
+    budget = ["--budget", "0.9"]
+    for command in (["info"], ["plan", *budget], ["run", *budget], ["diff", *budget], ["sweep", *budget, "--rule", "none"]):
+        assert main([command[0], str(path), *command[1:]]) == 0
+        assert "[bold]x[/y] :star:" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("ops", [0, 1])
 def test_a_graph_that_holds_nothing_and_takes_no_time(ops: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, picture = tmp_path / "empty.json", tmp_path / "p.png"
