@@ -97,7 +97,7 @@ def draw_comparison(comparison: Comparison, path: str) -> None:
     planned = [block for block in comparison.blocks if block.plan.schedule is not None]
     figure, axes = plt.subplots(1, 2 if planned else 1, figsize=(12 if planned else 6, 4.5), squeeze=False)
     draw_overhead(axes[0][0], comparison.rows())
-    axes[0][0].set_title(graph.name)
+    _entitle(axes[0][0], graph.name)
     if planned:
         block = min(planned, key=lambda b: b.budget_bytes)
         assert block.plan.schedule is not None
@@ -106,7 +106,7 @@ def draw_comparison(comparison: Comparison, path: str) -> None:
         draw_memory(axes[0][1], graph, schedules, block.budget_bytes)
         whole = comparison.keep_all.budget_bytes
         share = f"{block.budget_bytes / whole:.0%} of the keep-all peak" if whole else format_bytes(block.budget_bytes)
-        axes[0][1].set_title(f"{graph.name} in {share}")
+        _entitle(axes[0][1], f"{graph.name} in {share}")
     save(figure, path)
 
 
@@ -124,7 +124,7 @@ def draw_sweep(rows: Sequence[dict[str, Any]], path: str) -> None:
     names: dict[str, Any] = {}
     for axes, of_graph in zip(grid.flat, panels.values(), strict=False):
         draw_overhead(axes, of_graph, methods)
-        axes.set_title(of_graph[0]["graph"])
+        _entitle(axes, of_graph[0]["graph"])
         if axes.get_ylim()[1] > HIGHEST:
             axes.set_ylim(top=HIGHEST)
         axes.get_legend().remove()
@@ -132,6 +132,11 @@ def draw_sweep(rows: Sequence[dict[str, Any]], path: str) -> None:
         names |= dict(zip(labels, handles, strict=True))
     figure.legend(list(names.values()), list(names), loc="outside lower center", ncols=min(4, len(names)), frameon=False)
     save(figure, path)
+
+
+def _entitle(axes: Axes, title: str) -> None:
+    """Write a title as it is: a dollar sign in a name begins no formula, and what cannot be encoded is escaped."""
+    axes.set_title(title.encode("utf-8", "backslashreplace").decode("utf-8"), parse_math=False)
 
 
 def writable(path: str) -> None:

@@ -276,6 +276,16 @@ def test_brackets_and_colons_in_names_are_no_markup(
         assert "[bold]x[/y] :star:" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("name", [r"a$\frac{$b", "\udce4"])
+def test_any_name_can_be_the_title_of_a_picture(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "graph.json"
+    save_graph(replace(training_chain(4), name=name), path)
+    for command in (["diff"], ["sweep", "--rule", "none"]):
+        picture = tmp_path / f"{command[0]}.svg"
+        assert main([command[0], str(path), *command[1:], "--budget", "0.9", "--plot", str(picture)]) == 0
+        assert picture.stat().st_size > 1000
+
+
 @pytest.mark.parametrize("ops", [0, 1])
 def test_a_graph_that_holds_nothing_and_takes_no_time(ops: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, picture = tmp_path / "empty.json", tmp_path / "p.png"
