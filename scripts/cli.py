@@ -323,6 +323,10 @@ class Loaded:
 def _diff(arguments: argparse.Namespace) -> int:
     from online.compare import compare
 
+    if arguments.plot:
+        from .plots import draw_comparison, writable
+
+        writable(arguments.plot)
     with computing() as status:
         loaded = Loaded(arguments, status)
         if arguments.execute:
@@ -341,8 +345,6 @@ def _diff(arguments: argparse.Namespace) -> int:
             progress=status,
         )
         if arguments.plot:
-            from .plots import draw_comparison
-
             status("drawing")
             draw_comparison(comparison, arguments.plot)
     if arguments.json:

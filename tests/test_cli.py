@@ -286,6 +286,15 @@ def test_any_name_can_be_the_title_of_a_picture(name: str, tmp_path: Path) -> No
         assert picture.stat().st_size > 1000
 
 
+@pytest.mark.parametrize("command", ["diff", "sweep"])
+def test_pictures_of_no_kind_are_refused_before_anything_is_computed(
+    command: str, chain_file: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("belady.cli.Loaded", None)
+    assert main([command, chain_file, "--budget", "0.9", "--plot", "picture.xyz"]) == 2
+    assert "picture.xyz: its name must end in one of" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("ops", [0, 1])
 def test_a_graph_that_holds_nothing_and_takes_no_time(ops: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, picture = tmp_path / "empty.json", tmp_path / "p.png"
