@@ -23,7 +23,7 @@ from online.heuristics import DEFAULT_RULE
 from planner.budget import format_bytes, resolve_budget
 from planner.methods import METHODS
 from planner.milp import solving
-from planner.plan import check_options, copied_bytes_of, infeasible, solve_halves, with_costs
+from planner.plan import check_numbers, check_options, copied_bytes_of, infeasible, solve_halves, with_costs
 from planner.result import Plan, Status
 from planner.schedule import keep_all
 from planner.simulate import simulate
@@ -289,6 +289,7 @@ class Loaded:
                     raise InputError(f"--{option} has no meaning for the graph file {name}")
             status(f"reading {name}")
             self.graph: Graph = load(name)
+            check_numbers(self.graph)
             return
         from graphs.capture import capture
         from graphs.workloads import load_workload

@@ -276,6 +276,21 @@ def test_brackets_and_colons_in_names_are_no_markup(
         assert "[bold]x[/y] :star:" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("factor", [2**62, 10**400], ids=["64 bits", "floats"])
+def test_files_with_numbers_that_nothing_can_hold_are_refused(
+    factor: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, graph = tmp_path / "graph.json", training_chain(8)
+    for wide in (
+        graph.with_costs([factor * op.time_ns for op in graph.ops]),
+        replace(graph, values=tuple(Value(value.name, factor * value.size_bytes) for value in graph.values)),
+    ):
+        save_graph(wide, path)
+        for command in (["info"], *([name, "--budget", "0.9"] for name in ("plan", "run", "diff", "sweep"))):
+            assert main([command[0], str(path), *command[1:]]) == 2
+            assert "below 2^62 is needed" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", [r"a$\frac{$b", "\udce4"])
 def test_any_name_can_be_the_title_of_a_picture(name: str, tmp_path: Path) -> None:
     path = tmp_path / "graph.json"
