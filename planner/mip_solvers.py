@@ -49,7 +49,7 @@ class Answer:
     values   one per variable, None where no solution was found
     cost     of ``values``, infinite without
     bound    no solution costs less (-inf where nothing was proved)
-    stopped  why it ended before its proof was done; None where it did not
+    stopped  why it ended before its proof was done; None where it did not. On Ctrl-C "interrupted", whatever was done by then
     """
 
     outcome: Outcome
@@ -107,7 +107,8 @@ def minimise(
             raise errors[0]
         if answers:
             answer = answers[0]
-            return replace(answer, stopped=stopped) if stopped and answer.stopped else answer
+            is_so = stopped == "interrupted" or answer.stopped
+            return replace(answer, stopped=stopped) if stopped and is_so else answer
         return replace(run.so_far(), stopped=stopped)
     finally:
         run.close()

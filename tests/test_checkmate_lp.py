@@ -1,6 +1,9 @@
 """Checkmate's LP and its rounding: LP <= MILP <= rounding, and every schedule within the budget."""
 
 import itertools
+import os
+import signal
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,9 +15,10 @@ from graphs import Graph, Op, Value
 from graphs.errors import InputError
 from graphs.importers import load_checkmate
 from graphs.synthetic import chain, random_training
-from planner import Plan, Status, keep_all, simulate, solve
+from planner import Plan, Status, keep_all, mip_solvers, simulate, solve
 from planner.checkmate_model import checkmate_model, walk
 from planner.methods.checkmate_lp import ROUNDINGS, THRESHOLDS
+from planner.milp import Milp, Outcome
 from planner.mip_solvers import minimise
 from planner.schedule import with_frees
 from planner.smallest import smallest_known
@@ -236,3 +240,34 @@ def test_vgg16(data: Path, gigabytes: int, optimum: int, most: float) -> None:
     assert found.restricted_bound_ns is not None and found.time_ns is not None and found.overhead is not None
     assert graph.keep_all_time_ns < found.restricted_bound_ns <= optimum * UNIT_NS <= found.time_ns
     assert found.overhead <= most
+
+
+def test_ctrl_c_counts_though_the_solver_ends_just_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is asked to stop, and has its solution by then: no other LP begins."""
+    graph, asked = chain(8), threading.Event()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    built = 0
+
+    class Ready:
+        def __init__(self, milp: Milp) -> None:
+            nonlocal built
+            built += 1
+            self.count = len(milp.cost)
+
+        def solve(self) -> mip_solvers.Answer:
+            os.kill(os.getpid(), signal.SIGINT)
+            asked.wait(10)
+            return mip_solvers.Answer(Outcome.SOLVED, [1.0] * self.count, 0.0, 0.0)
+
+        def stop(self) -> None:
+            asked.set()
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr(mip_solvers, "_backend", lambda milp, *_: Ready(milp))
+    try:
+        found = solve(graph, 5, method="checkmate_lp")
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert (found.notes["stopped"], built) == ("interrupted", 1)

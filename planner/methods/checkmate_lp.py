@@ -137,13 +137,13 @@ class _Search(Incumbent):
         model = checkmate_model(self.graph, self.budget_bytes - withheld, integer=False, deadline=self.deadline)
         left_s = self.deadline - time.perf_counter()
         answer = minimise(model.milp, solver=self.solver, time_limit_s=left_s, seed=self.seed)
-        if answer.outcome is Outcome.INFEASIBLE:
-            self.too_much = allowance
-            return False
         if not withheld:
             self.raise_bound(model.bound_ns(answer.bound), restricted=True)
         if answer.stopped == "interrupted":
             raise KeyboardInterrupt
+        if answer.outcome is Outcome.INFEASIBLE:
+            self.too_much = allowance
+            return False
         if answer.values is None:
             raise Stopped(answer.stopped or "time limit")
         self.tried.setdefault(allowance, None)
