@@ -74,9 +74,13 @@ class Incumbent:
         self.report("bound")
 
     def report(self, phase: str) -> None:
-        """Tell ``progress``."""
+        """Tell ``progress``. One that raises is told no more, so that what is found meanwhile can still be taken."""
         if self.progress is not None:
-            self.progress(time_ns=self.time_ns, bound_ns=self.searched_ns, phase=phase)
+            try:
+                self.progress(time_ns=self.time_ns, bound_ns=self.searched_ns, phase=phase)
+            except BaseException:
+                self.progress = None
+                raise
 
     def closed(self, gap: float | None = None) -> bool:
         """Whether the incumbent is proved within the gap (default: the one asked for) in the searched space."""

@@ -500,6 +500,20 @@ def test_the_order_of_what_almost_fits_is_solved_for(monkeypatch: pytest.MonkeyP
     assert found.restricted_bound_ns is not None and found.restricted_bound_ns > graph.keep_all_time_ns
 
 
+@pytest.mark.parametrize("quiet", [0, 1, 2, 20])
+def test_a_progress_that_ever_raises_loses_nothing(quiet: int) -> None:
+    told: list[int | None] = []
+
+    def progress(time_ns: int | None, **_: object) -> None:
+        told.append(time_ns)
+        if len(told) > quiet:
+            raise KeyboardInterrupt
+
+    found = solve(chain(40) if quiet < 2 else random_training(12, 2), 29 if quiet < 2 else 700, progress=progress)
+    assert found.notes["stopped"] == "interrupted" and len(told) == quiet + 1
+    assert found.time_ns is not None and all(found.time_ns <= time_ns for time_ns in told if time_ns is not None)
+
+
 def test_interrupted_in_another_order_it_keeps_what_was_found_there(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = random_layered("RL1", seed=8)
     budget_bytes = int(0.7 * simulate(graph, keep_all(graph)).peak_bytes)

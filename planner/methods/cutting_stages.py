@@ -88,7 +88,11 @@ def solve(
         search.take_walk()  # what the part under way has found
     search.tell_cut_short("stopped" not in search.notes and time.perf_counter() >= search.deadline)
     if search.best is None and "infeasible" not in search.notes:  # no time for more
-        search.begin_walks(time.perf_counter() + LAST_S)
+        try:
+            search.begin_walks(time.perf_counter() + LAST_S)
+        except KeyboardInterrupt:
+            search.notes["stopped"] = "interrupted"
+            search.take_walk()
     bound_ns = search.bound_ns
     if search.best is not None and search.time_ns is not None:
         if in_graph_order(computes(search.best)):
