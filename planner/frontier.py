@@ -68,7 +68,11 @@ def plans(
     interrupted = False
     for budget_bytes in sorted(set(wanted)):
         limit_s = 0.0 if interrupted else time_limit_s
-        one = solve(graph, budget_bytes, method=method, gap=gap, time_limit_s=limit_s, seed=seed, start=best, **options)
+        try:
+            one = solve(graph, budget_bytes, method=method, gap=gap, time_limit_s=limit_s, seed=seed, start=best, **options)
+        except KeyboardInterrupt:  # between two methods' runs, which take note of it themselves
+            interrupted = True
+            one = solve(graph, budget_bytes, method=method, gap=gap, time_limit_s=0.0, seed=seed, start=best, **options)
         if interrupted and one.notes.get("stopped") == "time limit":
             one = replace(one, notes={**one.notes, "stopped": "interrupted"})
         interrupted = interrupted or one.notes.get("stopped") == "interrupted"

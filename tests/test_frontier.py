@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import time
+from typing import Any
 
 import numpy as np
 import pytest
 
 from graphs.errors import InfeasibleBudget, InputError
 from graphs.synthetic import Layered, chain, random_layered, random_training
-from planner import min_budget, plan, plans
+from planner import min_budget, plan, plans, solve
 from planner.bounds import least_bytes
 from planner.result import Plan, Status
 from planner.schedule import keep_all
@@ -119,3 +120,19 @@ def test_min_budget_wants_a_graph_and_a_share() -> None:
     for within in (-0.1, 1.0, math.nan, "1 %", None):
         with pytest.raises(InputError, match="within must be at least 0 and below 1"):
             min_budget(chain(3), within=within)  # type: ignore[arg-type]
+
+
+def test_interrupted_between_two_budgets_it_keeps_the_plans_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = 0
+
+    def interrupted_once(*arguments: Any, **options: Any) -> Plan:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise KeyboardInterrupt
+        return solve(*arguments, **options)
+
+    monkeypatch.setattr("planner.frontier.solve", interrupted_once)
+    found = plans(chain(8), [6, 7, 8], method="chen_greedy")
+    assert len(found) == 3 and calls == 4
+    assert found[0].time_ns is not None and all(one.time_ns is not None and one.time_ns <= found[0].time_ns for one in found)
