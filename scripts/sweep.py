@@ -65,9 +65,23 @@ class Cell:
         return self.fingerprint, self.method, self.budget_bytes, self.seed, _text(self.options)
 
 
+# What every row of a sweep has, as far as anything is made of it here.
+_ENTRIES = {
+    "fingerprint": str,
+    "method": str,
+    "budget_bytes": int,
+    "seed": int,
+    "options": dict,
+    "status": str,
+    "time_ns": int | None,
+    "bound_ns": int | None,
+    "notes": dict,
+}
+
+
 def key_of(row: Row) -> Key | None:
     """The key of the cell that a row is of; None for rows that are not from a sweep."""
-    if not row.keys() >= {"fingerprint", "method", "budget_bytes", "seed", "options"}:
+    if not all(name in row and isinstance(row[name], kinds) for name, kinds in _ENTRIES.items()):
         return None
     return row["fingerprint"], row["method"], row["budget_bytes"], row["seed"], _text(row["options"])
 

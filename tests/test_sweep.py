@@ -342,6 +342,19 @@ def own(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{key: cell for key, cell in row.items() if key not in ("bound_ns", "gap")} for row in rows]
 
 
+def test_rows_that_are_not_whole_are_left_as_they_are(chain_file: str, tmp_path: Path) -> None:
+    out = tmp_path / "rows.jsonl"
+    command = ["sweep", chain_file, "--budget=0.9", "--rule=none", "--out", str(out)]
+    assert main(command) == 0
+    (row,) = read_rows(out)
+    without_time = {key: cell for key, cell in row.items() if key != "time_ns"}
+    damaged = [without_time, *(row | wrong for wrong in ({"budget_bytes": "x"}, {"options": None}, {"notes": 1}, {"method": 2}))]
+    out.write_text("".join(json.dumps(one) + "\n" for one in damaged))
+    assert main(command) == 0
+    again = read_rows(out)
+    assert again[:-1] == damaged and key_of(again[-1]) == key_of(row)
+
+
 def test_a_sweep_is_resumed_not_repeated(chain_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "rows.jsonl"
     out.write_text('{"graph": "a row from elsewhere"}\n')
