@@ -19,7 +19,7 @@ from rich.table import Table
 
 from graphs.errors import BeladyError, InputError, NoScheduleFound
 from graphs.ir import Graph
-from online.heuristics import DEFAULT_RULE
+from online.heuristics import ADDRESS_HEURISTICS, DEFAULT_RULE, HEURISTICS
 from planner.budget import format_bytes, resolve_budget
 from planner.methods import METHODS
 from planner.milp import solving
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 SIZES = ("batch", "seq", "depth", "size", "vocab")
 OF_MODELS = (*SIZES, "device", "costs")  # options that a graph from a file has no use for
+RULES = ", ".join((*HEURISTICS, *ADDRESS_HEURISTICS))
 DONE, BAD_INPUT, NOTHING_FOUND, PIPE_CLOSED = 0, 2, 3, 141
 
 EXAMPLES = """\
@@ -107,8 +108,8 @@ def parser() -> argparse.ArgumentParser:
         "--heuristic",
         action="append",
         metavar="RULE",
-        help="online rule: demand, dtr, dtr_eq, local, lru, size, msps, random; +reclaim evicts rebuilt dead values at once "
-        f"(dtr+reclaim); may be given several times (default: {DEFAULT_RULE})",
+        help=f"online rule: {RULES}; +reclaim evicts rebuilt dead values at once (dtr+reclaim); may be given several times "
+        f"(default: {DEFAULT_RULE})",
     )
     command.add_argument(
         "--split", action="store_true", help="also say what the distance is made of: lack of foresight, fragmentation, search"
@@ -140,7 +141,7 @@ def parser() -> argparse.ArgumentParser:
         "--heuristic",
         default=DEFAULT_RULE,
         metavar="RULE",
-        help=f"online rule, such as dtr, lru, dtr+reclaim (default: {DEFAULT_RULE})",
+        help=f"online rule: {RULES}; +reclaim evicts rebuilt dead values at once (dtr+reclaim) (default: {DEFAULT_RULE})",
     )
     command.add_argument("--seed", type=int, default=0, help="seed of everything random (default: 0)")
     command.add_argument("--execute", action="store_true", help="run on real tensors and measure")

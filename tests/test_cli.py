@@ -14,6 +14,7 @@ import pytest
 from belady.cli import Loaded, main, parser
 from graphs.ir import Graph, Op, Value
 from graphs.serialize import save_graph
+from online.heuristics import ADDRESS_HEURISTICS, HEURISTICS
 from tests.interruption import interrupted
 from tests.test_compare import training_chain
 
@@ -274,6 +275,14 @@ def test_brackets_and_colons_in_names_are_no_markup(
     for command in (["info"], ["plan", *budget], ["run", *budget], ["diff", *budget], ["sweep", *budget, "--rule", "none"]):
         assert main([command[0], str(path), *command[1:]]) == 0
         assert "[bold]x[/y] :star:" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["diff", "run"])
+def test_help_names_every_rule(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    words = set(re.findall(r"\w+", capsys.readouterr().out))
+    assert words >= {*HEURISTICS, *ADDRESS_HEURISTICS}
 
 
 @pytest.mark.parametrize("factor", [2**62, 10**400], ids=["64 bits", "floats"])
