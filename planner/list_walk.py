@@ -96,6 +96,7 @@ class ListWalk:
         again = [math.inf if op.effect else max(float(op.time_ns), LEAST_NS) for op in graph.ops]
         self.op_time_ns = np.array([*(float(op.time_ns) for op in graph.ops), 0.0])
         self.end = count
+        self._touched = np.diff(self.in_rows) + np.diff(self.out_rows)  # how many values each op reads and makes
         self._graph: tuple[Any, ...] = (
             budget_bytes - graph.resident_bytes,
             np.array(graph.producer, np.int64),
@@ -115,7 +116,10 @@ class ListWalk:
         whole = np.asarray(runs, np.int64)
         if not whole.size or whole[-1] != self.end:
             whole = np.append(whole, self.end)
-        first_at, use_rows, uses = _places(whole, self.in_rows, self.inputs, self.out_rows, self.outputs, self._plain.size)
+        first_at = np.full(self.end + 1, whole.size, np.int64)
+        use_rows = np.zeros(self._plain.size + 1, np.int64)
+        uses = np.empty(int(self._touched[whole].sum()), np.int64)
+        _places(whole, self.in_rows, self.inputs, self.out_rows, self.outputs, first_at, use_rows, uses)
         time_ns = self.op_time_ns[whole]
         repeats_ns = time_ns.copy()
         repeats_ns[first_at[first_at < whole.size]] = 0.0
@@ -179,10 +183,11 @@ def _walk_once() -> None:
 
 
 @numba.njit(cache=True)
-def _places(runs, in_rows, inputs, out_rows, outputs, value_count):  # type: ignore[no-untyped-def]  # pragma: no cover
-    """first_at, use_rows and uses of a route."""
-    first_at = np.full(in_rows.size - 1, runs.size, np.int64)
-    use_rows = np.zeros(value_count + 1, np.int64)
+def _places(runs, in_rows, inputs, out_rows, outputs, first_at, use_rows, uses):  # type: ignore[no-untyped-def]  # pragma: no cover
+    """Fill in first_at (all of them beyond the end), use_rows (zeros) and uses of a route.
+
+    Compiled code that returns arrays runs Python to make them, and Ctrl-C that comes there is a SystemError.
+    """
     for i in range(runs.size - 1, -1, -1):
         op = runs[i]
         first_at[op] = i
@@ -190,9 +195,9 @@ def _places(runs, in_rows, inputs, out_rows, outputs, value_count):  # type: ign
             use_rows[inputs[a] + 1] += 1
         for a in range(out_rows[op], out_rows[op + 1]):
             use_rows[outputs[a] + 1] += 1
-    for v in range(value_count):
+    for v in range(use_rows.size - 1):
         use_rows[v + 1] += use_rows[v]
-    uses, free = np.empty(use_rows[-1], np.int64), use_rows[:-1].copy()
+    free = use_rows[:-1].copy()
     for i in range(runs.size):
         op = runs[i]
         for a in range(in_rows[op], in_rows[op + 1]):
@@ -201,7 +206,6 @@ def _places(runs, in_rows, inputs, out_rows, outputs, value_count):  # type: ign
         for a in range(out_rows[op], out_rows[op + 1]):
             uses[free[outputs[a]]] = 2 * i + 1
             free[outputs[a]] += 1
-    return first_at, use_rows, uses
 
 
 @numba.njit(cache=True)

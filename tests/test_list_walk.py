@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numba.extending import is_jitted
 
 from graphs.ir import Graph, Op
 from graphs.synthetic import linear_network, random_training
-from planner import list_walk
+from planner import list_walk, walk_search
 from planner.list_walk import ListWalk, Route, Walked
 from planner.schedule import keep_all, with_frees
 from planner.simulate import simulate
@@ -341,3 +342,14 @@ def test_what_another_route_wants_is_wanted_since_its_last_use(function: Any) ->
         assert function(at, one.use_rows, one.uses, other.use_rows, other.uses) == min([at, *news])
         earlier += min([at, *news]) < at
     assert earlier > 10
+
+
+def test_compiled_code_returns_no_arrays() -> None:
+    """It would run Python to make them, where Ctrl-C becomes a SystemError."""
+    graph = random_training(10, 1)
+    search = WalkSearch(graph, int(0.8 * simulate(graph, keep_all(graph)).peak_bytes), 0)
+    search.start()
+    search.improve(1000)
+    dispatchers = [one for module in (list_walk, walk_search) for one in vars(module).values() if is_jitted(one)]
+    returned = [str(signature.return_type) for one in dispatchers for signature in one.nopython_signatures]
+    assert len(returned) > 2 and not [kind for kind in returned if "array" in kind]
