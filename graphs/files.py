@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import json
 import os
@@ -13,14 +14,28 @@ from typing import Any
 from graphs.errors import InputError
 
 
-def write_whole(path: str | os.PathLike[str], text: str) -> None:
-    """Write ``text`` to ``path`` through a temporary file beside it: an interruption leaves the old file or none.
+def check_writable(path: str | os.PathLike[str]) -> None:
+    """Raises InputError where it shows already that no file can be written to ``path``. Makes nothing, not even folders."""
+    target = Path(os.path.realpath(path))
+    if target.exists() and not target.is_dir():
+        is_possible = target.is_file() or os.access(target, os.W_OK)  # a file is replaced, a device written to
+        why = errno.EACCES
+    else:
+        folder = next(folder for folder in target.parents if folder.exists())
+        why = errno.EISDIR if target.is_dir() else errno.EACCES if folder.is_dir() else errno.ENOTDIR
+        is_possible = why == errno.EACCES and os.access(folder, os.W_OK)
+    if not is_possible:
+        raise InputError(f"cannot write {path}: {os.strerror(why)}")
+
+
+def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
+    """Write ``content`` to ``path`` through a temporary file beside it: an interruption leaves the old file or none.
 
     Gzipped where the name ends in ``.gz``. A link stays a link; a device or pipe is written to as it is. Raises InputError
     naming the file where it cannot be written.
     """
     target = Path(os.path.realpath(path))
-    data = text.encode("utf-8")
+    data = content.encode("utf-8") if isinstance(content, str) else content
     if target.suffix == ".gz":
         data = gzip.compress(data, mtime=0)  # no time stamp: the same content is the same file
     temporary = ""

@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from graphs.errors import BeladyError, InputError, NoScheduleFound
+from graphs.files import check_writable
 from graphs.ir import Graph
 from online.heuristics import ADDRESS_HEURISTICS, DEFAULT_RULE, HEURISTICS
 from planner.budget import format_bytes, resolve_budget
@@ -73,6 +74,9 @@ def _main(argv: Sequence[str] | None) -> int:
     try:
         with standard_output():
             arguments = parser().parse_args(argv)
+            for target in ("json", "out", "plot", "save_graph"):
+                if (path := getattr(arguments, target, None)) and path != "-":
+                    check_writable(path)  # before anything is computed
             return int(arguments.run(arguments))
     except OutputLost as error:
         if isinstance(error.__cause__, BrokenPipeError):  # whoever read it has read enough

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
@@ -14,6 +15,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
 from graphs.errors import InputError
+from graphs.files import write_whole
 from planner.budget import format_bytes
 from planner.schedule import Compute, Schedule, keep_all
 from planner.simulate import simulate
@@ -149,11 +151,11 @@ def writable(path: str) -> None:
 
 def save(figure: Any, path: str) -> None:
     """Write a figure; the ending of the name chooses the format. Raises InputError where it cannot be written."""
+    picture = io.BytesIO()
     try:
         writable(path)
-        make_folder(path)
-        figure.savefig(path, dpi=130, bbox_inches="tight")
-    except OSError as error:
-        raise InputError(f"cannot write {path}: {error.strerror or error}") from error
+        figure.savefig(picture, dpi=130, bbox_inches="tight", format=Path(path).suffix[1:])
     finally:
         plt.close(figure)
+    make_folder(path)
+    write_whole(path, picture.getvalue())

@@ -8,6 +8,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -308,6 +309,38 @@ def test_any_name_can_be_the_title_of_a_picture(name: str, tmp_path: Path) -> No
         picture = tmp_path / f"{command[0]}.svg"
         assert main([command[0], str(path), *command[1:], "--budget", "0.9", "--plot", str(picture)]) == 0
         assert picture.stat().st_size > 1000
+
+
+@pytest.mark.parametrize("option", ["--json", "--plot", "--out"])
+def test_what_cannot_be_written_is_refused_before_anything_is_computed(
+    option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "folder.png").mkdir()
+    monkeypatch.setattr("belady.cli.Loaded", lambda *_: pytest.fail("something was computed"))
+    command = ["plan" if option == "--out" else "diff", *MLP, "--budget", "0.8"]
+    for target, why in (("file/missing/rows.png", "Not a directory"), ("folder.png", "Is a directory")):
+        assert main([*command, option, str(tmp_path / target)]) == 2
+        assert capsys.readouterr().err == f"belady: cannot write {tmp_path / target}: {why}\n"
+    assert sorted(tmp_path.iterdir()) == [tmp_path / "file", tmp_path / "folder.png"]
+
+
+def test_a_picture_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from matplotlib.figure import Figure
+
+    from belady.plots import save
+
+    (tmp_path / "p.svg").write_text("old")
+
+    def interrupted(self: Figure, target: Any, **_: Any) -> None:
+        with open(target, "wb") if isinstance(target, str) else target as file:
+            file.write(b"half")
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Figure, "savefig", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        save(Figure(), str(tmp_path / "p.svg"))
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["old"]
 
 
 @pytest.mark.parametrize("command", ["diff", "sweep"])
