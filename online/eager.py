@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import time
 import warnings
 import weakref
@@ -299,7 +300,7 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Do what ``func(*args, **kwargs)`` does, under the budget; ``kwargs`` may be None."""
-        if self._died or self._unread:
+        if self._died or self._dead or self._unread:
             self._bury()
         kind = kind_of(func)
         if kind.looks:
@@ -518,8 +519,17 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
             self._over = name, asked_bytes
 
     def _guarded(self, name: str, step: Callable[[int], None], number: int) -> None:
-        """A step of the engine for an operator of that name. Whatever fails, nothing stays locked."""
+        """A step of the engine for an operator of that name. Whatever fails, nothing stays locked.
+
+        The engine knows what the program has dropped, and nothing more is dropped by the garbage collector meanwhile: a rebuild
+        must not find gone what was counted as there.
+        """
+        collecting = gc.isenabled()
+        if collecting:
+            gc.disable()
         try:
+            if self._died or self._dead or self._unread:
+                self._bury()
             step(number)
         except OutOfMemory as error:
             self._engine.give_up()
@@ -541,6 +551,9 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
         except BaseException:
             self._engine.give_up()
             raise
+        finally:
+            if collecting:
+                gc.enable()
 
     def _at_number(self, s: int) -> Content | None:
         """The content of that number, if somebody still needs it."""
@@ -759,6 +772,9 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
         if failed:
             engine.lift()
         for content in alive:
+            self._bury()
+            if content.at is None:  # collected meanwhile
+                continue
             try:
                 self._keep(content, "what the block leaves alive")
             except Exception as error:  # no tensor must stay empty: nothing looks after it any more

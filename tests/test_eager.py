@@ -626,6 +626,29 @@ def test_a_rebuild_for_a_read_past_the_dispatcher_is_none_of_the_programs_ops(re
     assert [op.kind for op in run.graph.ops] == ["aten.mul.Tensor"] + ["aten.add.Tensor"] * 4
 
 
+@pytest.mark.parametrize("cyclic", [False, True])
+def test_what_was_dropped_just_before_a_read_past_the_dispatcher_is_made_again_for_it(cyclic: bool) -> None:
+    x = torch.randn(1000)
+    want = ((x + 1) * 3).tolist()
+    thresholds = gc.get_threshold()
+    with budget(17_000, holding=x, heuristic="lru") as run:
+        between = x + 1
+        y = between * 3
+        push(x)
+        between.sum()  # is there again, and y is not
+        if cyclic:
+            ring: list[Any] = [between]
+            ring.append(ring)
+            del ring
+            gc.set_threshold(1)
+        del between
+        try:
+            assert y.tolist() == want
+        finally:
+            gc.set_threshold(*thresholds)
+    assert run.counters.recomputations > 1
+
+
 def test_sizes_that_depend_on_data_are_counted() -> None:
     x = torch.arange(1000.0)
     with budget(40_000, holding=x) as run:
