@@ -74,6 +74,7 @@ __all__ = [
     "TorchDispatchMode",
     "TreeSpec",
     "activation_memory_budget",
+    "around_backwards",
     "as_if_compiling",
     "changed_inputs",
     "compile_partitioned",
@@ -110,6 +111,7 @@ __all__ = [
     "tree_map_only",
     "tree_unflatten",
     "without_autocast",
+    "without_torch_function",
 ]
 
 BoxedCodeGen = _BoxedCodeGen  # forward(list): takes its inputs out of the list, so that they too can be freed
@@ -198,6 +200,24 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+@contextlib.contextmanager
+def around_backwards(inside: Callable[[], contextlib.AbstractContextManager[object]]) -> Iterator[None]:
+    """Enter ``inside()`` around each backward pass: while ``Tensor.backward`` runs, a torch-function mode steps aside, and
+    would not see what hooks and custom functions do."""
+    owner: Any = torch.autograd
+    original = owner._engine_run_backward
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with inside():
+            return original(*args, **kwargs)
+
+    owner._engine_run_backward = run
+    try:
+        yield
+    finally:
+        owner._engine_run_backward = original
+
+
 def is_active(mode: TorchDispatchMode) -> bool:
     """Whether a mode sees the operators of this thread."""
     return mode in _get_current_dispatch_mode_stack()
@@ -214,6 +234,9 @@ def takes_cudnn_batch_norm(
 
 
 without_autocast = torch._C._DisableAutocast  # a context: operators run in the types they are given
+
+
+without_torch_function = torch._C.DisableTorchFunction  # a context: torch-function modes and subclasses see nothing
 
 
 def is_functorch_wrapped(tensor: Tensor) -> bool:

@@ -35,6 +35,7 @@ from graphs.ir import Graph, Op, Value
 from graphs.torch_private import (
     REPLACES_IN_PLACE,
     TorchDispatchMode,
+    around_backwards,
     in_backward,
     is_active,
     is_functorch_wrapped,
@@ -43,6 +44,7 @@ from graphs.torch_private import (
     no_dispatch,
     replace_content,
     tree_leaves,
+    without_torch_function,
 )
 from online.engine import Counters, Option, OutOfMemory, Release, Thrashed
 from online.growing import GrowingEngine
@@ -224,7 +226,9 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
             self._holding = ()
             self._interposed.enter_context(cast(Any, register_module_forward_pre_hook(self._meet_module)))
             self._interposed.callback(register_optimizer_step_post_hook(self._keep_state).remove)
-            self._interposed.enter_context(_RawReads(self))
+            reads = _RawReads(self)
+            self._interposed.enter_context(reads)
+            self._interposed.enter_context(around_backwards(lambda: reads if self._is_here() else contextlib.nullcontext()))
             self._interposed.enter_context(self._operators)
             self._interposed.enter_context(old_objects_left_alone())
         except BaseException:
@@ -877,10 +881,11 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.__torch_dispatch__ = self._handle  # type: ignore[method-assign]
 
     def _handle(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self._call(func, args, kwargs)
+        with without_torch_function():  # what is done here to a tensor is no reading of the program's
+            return self._call(func, args, kwargs)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self._call(func, args, kwargs)
+        return self._handle(func, types, args, kwargs)
 
 
 # What the class has PyTorch wraps, to tell the compiler to stay out, and that takes 2 us a call; telling it once takes none.

@@ -649,6 +649,46 @@ def test_what_was_dropped_just_before_a_read_past_the_dispatcher_is_made_again_f
     assert run.counters.recomputations > 1
 
 
+class CubedByNumpy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient * torch.from_numpy(3 * ctx.saved_tensors[0].numpy() ** 2)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_reads_past_the_dispatcher_in_a_backward_bring_back(whole: bool) -> None:
+    x = torch.randn(1000, requires_grad=True)
+
+    def step() -> list[Tensor]:
+        h = x
+        for _ in range(5):
+            h = CubedByNumpy.apply(h.sin())  # type: ignore[no-untyped-call]
+        if not whole:
+            return [*torch.autograd.grad(h.sum(), x)]
+        x.grad = None
+        h.sum().backward()
+        assert x.grad is not None
+        return [x.grad.clone()]
+
+    assert swept(step, x) > 5
+
+
+def test_a_backward_keeps_no_more_than_it_did() -> None:
+    """What the block itself does to tensors while a backward runs is no read of the program's."""
+    x = torch.randn(1000, requires_grad=True)
+    with budget(30_000, holding=x) as run:
+        h = x
+        for _ in range(20):
+            h = (h * 2).sin()
+        h.sum().backward()
+    assert run.counters.recomputations > 20
+
+
 def test_sizes_that_depend_on_data_are_counted() -> None:
     x = torch.arange(1000.0)
     with budget(40_000, holding=x) as run:
