@@ -710,15 +710,16 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
                 self._keep(each, name)
         for each in found:
             each.made_by = None
+            self._readers_of.pop(each.number, None)  # only now: where something did not fit, it may be tried again
 
     def _readers(self, content: Content) -> list[int]:
-        """The ops that have read it since this was last asked. Found when asked for: most blocks never write to what stays."""
+        """The ops that have read it since it was last fixed. Found when asked for: most blocks never write to what stays."""
         engine, readers = self._engine, self._readers_of
         for op in range(self._ops_seen, engine.ops):
             for s in engine.inputs(op):
                 readers[s].append(op)
         self._ops_seen = engine.ops
-        return readers.pop(content.number, [])
+        return readers.get(content.number, [])
 
     # What the engine asks for (``online.engine.Driver``)
 

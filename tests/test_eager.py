@@ -689,6 +689,22 @@ def test_a_backward_keeps_no_more_than_it_did() -> None:
     assert run.counters.recomputations > 20
 
 
+def test_a_write_that_did_not_fit_can_be_tried_again() -> None:
+    weight = nn.Parameter(torch.ones(1000))
+    with budget(22_100, holding=weight, heuristic="lru") as run, torch.no_grad():
+        made = [weight * i for i in range(1, 4)]
+        held = [torch.ones(1000) + i for i in range(3)]
+        for tensor in held:
+            tensor.numpy()  # stays
+        with pytest.raises(BudgetExceeded):
+            weight.add_(1)
+        del held, tensor
+        weight.add_(1)
+        push(weight)
+    assert run.counters.recomputations
+    assert [tensor[0].item() for tensor in made] == [1, 2, 3]
+
+
 def test_sizes_that_depend_on_data_are_counted() -> None:
     x = torch.arange(1000.0)
     with budget(40_000, holding=x) as run:
