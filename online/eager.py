@@ -893,7 +893,8 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
 _LEFT_ALONE = kept_from_compiler(cast(FunctionType, _Operators._handle))
 
 
-# Methods that read a tensor without an operator call: those that leave something behind that goes on reading, and the others.
+# Methods that read a tensor without an operator call: those that leave something behind through which anybody may go on reading
+# it, and write to it (``numpy()`` arrays, kernels that are given an address), and the others.
 _OPENS = {
     getattr(Tensor, name)
     for name in ("__array__", "__dlpack__", "data_ptr", "numpy", "share_memory_", "storage", "untyped_storage")
@@ -912,7 +913,7 @@ class _RawReads(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _OPENS:
             run = self._run
-            run._keep(run._content(args[0]), func.__name__)
+            run._fix(run._content(args[0]), func.__name__)
         elif func in _READS or func in _WRITES:
             run = self._run
             read = [run._content(argument) for argument in args if isinstance(argument, Tensor)]

@@ -689,6 +689,25 @@ def test_a_backward_keeps_no_more_than_it_did() -> None:
     assert run.counters.recomputations > 20
 
 
+def test_writes_through_arrays_are_not_lost() -> None:
+    x = torch.ones(1000)
+
+    def step() -> list[Tensor]:
+        opened = x * 0
+        before = opened * 2
+        opened.numpy()[:] = 5
+        after = opened * 2
+        del opened
+        push(x)
+        emptied = x * 3
+        other = emptied + 1
+        emptied.untyped_storage().resize_(0)
+        push(x)
+        return [before, after, other]
+
+    assert swept(step, x) > 5
+
+
 def test_a_write_that_did_not_fit_can_be_tried_again() -> None:
     weight = nn.Parameter(torch.ones(1000))
     with budget(22_100, holding=weight, heuristic="lru") as run, torch.no_grad():
