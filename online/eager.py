@@ -326,7 +326,9 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
         if kind.moves:
             for content in read:
                 self._keep(content, kind.name)
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            _check_sizes(read)
+            return result
         written = self._written(kind, args, kwargs) if kind.written else []
 
         full = tuple(key)
@@ -344,10 +346,11 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
         if written:
             acts = acts or any(content.made_by is None or content.number in self._engine.kept for content in written)
         recipe: Recipe | None = None
+        overwritten: list[Content] = []
         if acts:
             for content in written:
                 self._fix(content, kind.name)
-            written = []
+            written, overwritten = [], written
         else:
             recipe = Recipe(func, views, named, written, scratch)
             if kind.random:
@@ -355,7 +358,10 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
                 recipe.draw = where, generator_state(where)
         if scratch:
             read = [content for content in read if content not in scratch]
-        return self._run(kind, full, sizes, read, written, scratch, recipe, func, args, kwargs)
+        result = self._run(kind, full, sizes, read, written, scratch, recipe, func, args, kwargs)
+        if overwritten:
+            _check_sizes(overwritten)
+        return result
 
     def _run(
         self,
@@ -568,13 +574,12 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
         """After an op ran: its outputs are where the program has them."""
         outs = self._engine.outputs(op)
         self._place(self._recipe_of, op, None if recipe is None else weakref.ref(recipe))
-        resized = False
+        replaced = []
         for old, s in zip(written, outs, strict=False):
             assert old.at is not None
             storage = old.at()
             assert storage is not None
-            resized = resized or counted_bytes(storage) != old.size_bytes
-            self._new_content(s, old.size_bytes, recipe, storage)
+            replaced.append(self._new_content(s, old.size_bytes, recipe, storage))
             old.at = None
             self._engine.drop(old.number)
         sizes = self._engine.size_bytes
@@ -582,8 +587,8 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
             content = self._new_content(s, sizes[s], recipe, storage)
             if recipe is None or not storage.resizable():
                 self._keep(content, "")
-        if resized:
-            raise InputError("an operator changed the size of a tensor it was to write to; give out= one of the right size")
+        if replaced:
+            _check_sizes(replaced)
 
     def _new_content(self, s: int, size_bytes: int, recipe: Recipe | None, storage: UntypedStorage) -> Content:
         """What has come to be at a storage of the program."""
@@ -841,6 +846,14 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
         graph = Graph("eager", tuple(listed), tuple(values), resident, outputs)
         steps = (Compute(ops[step]) if step >= 0 else Free(numbers[-1 - step]) for step in engine.steps)
         return graph, tuple(steps)
+
+
+def _check_sizes(written: list[Content]) -> None:
+    """InputError where what an operator has written to has other bytes than were counted."""
+    for content in written:
+        storage = None if content.at is None else content.at()
+        if storage is not None and counted_bytes(storage) != content.size_bytes:
+            raise InputError("an operator changed the size of a tensor it was to write to; give out= one of the right size")
 
 
 def _drawn_from(args: Any, kwargs: Any) -> torch.device | torch.Generator:

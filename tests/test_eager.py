@@ -743,6 +743,11 @@ def test_out_arguments_have_to_have_their_size() -> None:
         assert torch.equal(out, x + x)
         with pytest.raises(InputError, match="give out= one of the right size"):
             torch.add(x, x, out=torch.empty(0))
+    outside = torch.empty(0)
+    with pytest.raises(InputError, match="give out= one of the right size"), budget(None):
+        torch.add(x, x, out=outside)
+    with pytest.raises(InputError, match="changed the size"), budget(None):
+        torch.empty(10).resize_(1000)
 
 
 def test_nothing_is_left_behind() -> None:
