@@ -27,6 +27,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, UntypedStorage, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.overrides import TorchFunctionMode
 
@@ -34,11 +35,13 @@ from graphs.errors import BudgetExceeded, InputError, NoScheduleFound
 from graphs.ir import Graph, Op, Value
 from graphs.torch_private import (
     REPLACES_IN_PLACE,
+    FakeTensor,
     TorchDispatchMode,
     around_backwards,
     in_backward,
     is_active,
     is_functorch_wrapped,
+    is_traceable_wrapper_subclass,
     is_zero_stand_in,
     kept_from_compiler,
     no_dispatch,
@@ -669,7 +672,8 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
     def _keep_gradient(self, leaf: Tensor) -> None:
         """A gradient has reached its parameter. It is to be there at the end, and what it came from is about to go."""
         if leaf.grad is not None and leaf.grad.layout is torch.strided and self._is_here():
-            self._keep(self._content(leaf.grad), "a gradient")
+            for gradient in _tensors_in(leaf.grad):
+                self._keep(self._content(gradient), "a gradient")
 
     def _keep_state(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """After a step of an optimizer: its state stays, as it could be made again only from the gradients of all steps."""
@@ -686,8 +690,8 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
             if not is_functorch_wrapped(tensor):  # what it stands for is met where operators read it
                 self._meet(tensor, resident=True)
         for parameter in module.parameters():
-            if parameter.grad is not None:
-                self._meet(parameter.grad)
+            for gradient in () if is_lazy(parameter) or parameter.grad is None else _tensors_in(parameter.grad):
+                self._meet(gradient)
 
     def _keep(self, content: Content, name: str) -> None:
         """From now on a content stays in memory until the program drops it."""
@@ -869,13 +873,22 @@ def _drawn_from(args: Any, kwargs: Any) -> torch.device | torch.Generator:
     return torch.device("cpu") if device is None else torch.device(device)
 
 
+def _takes_calls_apart(kind: type[Tensor]) -> bool:
+    """Whether tensors of a class have no bytes of their own, and make other calls out of those they get."""
+    return kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ and not issubclass(kind, FakeTensor)
+
+
 def _tensors_in(holding: Any) -> Iterator[Tensor]:
-    """Tensors of a module, of the state of an optimizer, of containers of these."""
+    """Tensors of a module, of the state of an optimizer, of containers of these; in place of one made of others, those."""
     if isinstance(holding, Tensor):
-        yield holding
+        if is_traceable_wrapper_subclass(holding):
+            for name in holding.__tensor_flatten__()[0]:
+                yield from _tensors_in(getattr(holding, name))
+        elif not _takes_calls_apart(type(holding)) and not is_lazy(holding):
+            yield holding
     elif isinstance(holding, nn.Module):
-        yield from holding.parameters()
-        yield from holding.buffers()
+        for tensor in (*holding.parameters(), *holding.buffers()):
+            yield from _tensors_in(tensor)
     elif isinstance(holding, torch.optim.Optimizer):
         yield from _tensors_in(holding.state)
     elif isinstance(holding, Mapping):
@@ -895,6 +908,8 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.__torch_dispatch__ = self._handle  # type: ignore[method-assign]
 
     def _handle(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if types and any(_takes_calls_apart(each) for each in types):
+            return NotImplemented  # what the tensor does with those it is made of comes here in turn
         with without_torch_function():  # what is done here to a tensor is no reading of the program's
             return self._call(func, args, kwargs)
 
@@ -926,11 +941,12 @@ class _RawReads(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _OPENS:
             run = self._run
-            run._fix(run._content(args[0]), func.__name__)
+            for tensor in _tensors_in(args[0]):
+                run._fix(run._content(tensor), func.__name__)
         elif func in _READS or func in _WRITES:
             run = self._run
-            read = [run._content(argument) for argument in args if isinstance(argument, Tensor)]
-            if func in _WRITES:
+            read = [run._content(tensor) for argument in args if isinstance(argument, Tensor) for tensor in _tensors_in(argument)]
+            if func in _WRITES and read:
                 run._fix(read[0], func.__name__)
             with run._held(func.__name__, [content.number for content in read]):
                 return func(*args, **(kwargs or {}))

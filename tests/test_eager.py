@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves
 
 from graphs.errors import BudgetExceeded, InputError, NoScheduleFound
@@ -722,6 +722,55 @@ def test_a_write_that_did_not_fit_can_be_tried_again() -> None:
         push(weight)
     assert run.counters.recomputations
     assert [tensor[0].item() for tensor in made] == [1, 2, 3]
+
+
+class Pair(Tensor):
+    """A tensor made of two others."""
+
+    @staticmethod
+    def __new__(cls, *halves: Tensor) -> Pair:
+        return cls._make_wrapper_subclass(cls, halves[0].shape)  # type: ignore[attr-defined, no-any-return]
+
+    def __init__(self, *halves: Tensor) -> None:
+        self.first, self.second = halves
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["first", "second"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], *_: Any) -> Pair:
+        return Pair(inner["first"], inner["second"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def of(name: str, argument: Any) -> Any:
+            return getattr(argument, name) if isinstance(argument, Pair) else argument
+
+        halves = [func(*(of(name, each) for each in args), **(kwargs or {})) for name in ("first", "second")]
+        return return_and_correct_aliasing(func, args, kwargs or {}, Pair(*halves))
+
+
+def test_tensors_made_of_others_are_evicted_as_these() -> None:
+    weight = nn.Parameter(Pair(torch.randn(1000), torch.randn(1000)))
+
+    def step() -> list[Tensor]:
+        weight.grad = None
+        h: Tensor = weight
+        for _ in range(6):
+            h = (h * 1.5).sin()
+        h.sum().backward()
+        gradient: Any = weight.grad
+        return [gradient.first.clone(), gradient.second.clone()]
+
+    assert swept(step, weight) > 5
+
+
+def test_lazy_modules_find_their_shapes_inside() -> None:
+    model = nn.Sequential(nn.LazyLinear(8), nn.ReLU(), nn.LazyBatchNorm1d(), nn.LazyLinear(2))
+    with budget(None, holding=model) as run:
+        model(torch.ones(4, 5)).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    assert run.peak_bytes > 0
 
 
 def test_sizes_that_depend_on_data_are_counted() -> None:
