@@ -316,6 +316,8 @@ def remember(key: Key, sizes: tuple[int, ...]) -> None:
 def foreseen(func: Any, args: Any, kwargs: Any) -> tuple[int, ...] | None:
     """Bytes of the storages a call would make, from a run on tensors without data; None where that cannot be told."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
+    if any(isinstance(leaf, Tensor) and leaf.is_quantized for leaf in tree_leaves((args, kwargs))):
+        raise InputError("a quantized tensor turned up in a block under a budget; its scale would be lost with its bytes")
 
     def stand_in(tensor: Tensor) -> Tensor:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)

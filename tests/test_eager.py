@@ -773,6 +773,12 @@ def test_lazy_modules_find_their_shapes_inside() -> None:
     assert run.peak_bytes > 0
 
 
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+def test_quantized_tensors_are_refused() -> None:
+    with pytest.raises(InputError, match="quantized"), budget(None):
+        torch.quantize_per_tensor(torch.ones(10) * 1, 0.1, 0, torch.quint8).dequantize()
+
+
 def test_sizes_that_depend_on_data_are_counted() -> None:
     x = torch.arange(1000.0)
     with budget(40_000, holding=x) as run:
