@@ -364,6 +364,8 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
         result = self._run(kind, full, sizes, read, written, scratch, recipe, func, args, kwargs)
         if overwritten:
             _check_sizes(overwritten)
+        if kind.name == "aten._pack_padded_sequence":  # recurrent layers and unpacking read the batch sizes past the dispatcher
+            self._keep(self._content(result[1]), kind.name)
         return result
 
     def _run(
@@ -939,6 +941,10 @@ class _RawReads(TorchFunctionMode):
         self._run = run
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") == "_pad_packed_sequence" and self._run.budget_bytes is not None:
+            raise InputError(
+                "pad_packed_sequence cannot run under a budget: it writes past the dispatcher to a tensor it has made"
+            )
         if func in _OPENS:
             run = self._run
             for tensor in _tensors_in(args[0]):

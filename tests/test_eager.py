@@ -765,6 +765,20 @@ def test_tensors_made_of_others_are_evicted_as_these() -> None:
     assert swept(step, weight) > 5
 
 
+def test_batch_sizes_of_packed_sequences_are_there_for_recurrent_layers() -> None:
+    lstm, x = seeded(lambda: (nn.LSTM(8, 16), torch.randn(7, 5, 8)))
+    lengths = torch.tensor([7, 3, 5, 1, 6])
+
+    def step() -> list[Tensor]:
+        packed = nn.utils.rnn.pack_padded_sequence(x * 2, lengths, enforce_sorted=False)
+        push(x)
+        return [lstm(packed)[0].data]
+
+    assert swept(step, (lstm, x)) > 5
+    with pytest.raises(InputError, match="pad_packed_sequence"), budget(10**6):
+        nn.utils.rnn.pad_packed_sequence(nn.utils.rnn.pack_padded_sequence(x, lengths, enforce_sorted=False))
+
+
 def test_lazy_modules_find_their_shapes_inside() -> None:
     model = nn.Sequential(nn.LazyLinear(8), nn.ReLU(), nn.LazyBatchNorm1d(), nn.LazyLinear(2))
     with budget(None, holding=model) as run:
