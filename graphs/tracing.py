@@ -241,10 +241,15 @@ def _refusal(name: str, error: Exception) -> CaptureError:
             f"False"
         )
     if isinstance(error, DATA_DEPENDENT):
+        if any(frame.filename.endswith("distributions/distribution.py") for frame in traceback.extract_tb(error.__traceback__)):
+            remedy = "give the distribution validate_args=False, so that it does not look at its arguments"
+        else:
+            remedy = "rewrite that part with torch.where or masks of fixed shape"
         return CaptureError(
-            f"{name} branches on data, or has shapes that depend on it ({_first_line(error)}{_place(error)}); rewrite that part "
-            f"with torch.where or masks of fixed shape"
+            f"{name} branches on data, or has shapes that depend on it ({_first_line(error)}{_place(error)}); {remedy}"
         )
+    if isinstance(error, SyntaxError) and "aten.random.from(" in (error.text or ""):  # ``from`` is a keyword
+        return CaptureError(f"{name} calls random_ with two bounds, which PyTorch's tracer cannot write down; call torch.randint")
     if "entirely functional graph" in str(error):
         return CaptureError(
             f"{name} changes a tensor in place that is neither parameter nor buffer; make it one with register_buffer"

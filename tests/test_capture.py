@@ -22,6 +22,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch.distributions import Normal
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -332,6 +333,8 @@ CASES: dict[str, Callable[[], Case]] = {
     "regions of autocast inside": lambda: lambda_case(regions_inside, x8),
     "regions of autocast inside bf16": lambda: lambda_case(regions_inside, x8, autocast=torch.bfloat16),
     "check of data": lambda: lambda_case(lambda m, x: (torch._assert_async(x.sum() < 100, "100"), square(m.linear(x)))[1], x8),
+    "distribution": lambda: lambda_case(lambda m, x: square(Normal(m.linear(x), 1.0, validate_args=False).rsample()), x8),
+    "integers in bounds": lambda: lambda_case(lambda m, x: square(m.linear(x) * torch.randint(5, x.shape)), x8),
     "check of data in a library": lambda: lambda_case(checks_data, x8),
     "ctc of numbers": lambda: ctc_case([7, 4], [3, 2]),
     "ctc of numbers, ruled out": lambda: ctc_case((3, 2), (3, 3), zero_infinity=True),  # no path is so short
@@ -889,6 +892,12 @@ REFUSED: dict[str, tuple[Callable[[], Step], str]] = {
     "loss without signature": (lambda: capture(linear(), x8, loss=torch.sum), "cannot see which arguments the loss"),
     "loss with parameters": (lambda: capture(linear(), x8, loss=linear()), "has parameters of its own"),
     "branch on data": (lambda: capture(Lambda(lambda m, x: m.linear(x).sum() if x.sum() > 0 else x), x8), "branches on data"),
+    "distribution that looks": (
+        lambda: capture(Lambda(lambda m, x: Normal(m.linear(x), 1.0).rsample()), x8), "validate_args=False"
+    ),
+    "integers in bounds": (
+        lambda: capture(Lambda(lambda m, x: square(m.linear(x) * torch.empty_like(x).random_(0, 5))), x8), "call torch.randint"
+    ),
     "branch on a constant overwritten": (lambda: capture(Lambda(branch_on_what_was_a_constant), x8), "branches on data"),
     "mask that may be causal": (
         lambda: capture(TransformerBlock(), (torch.randn(1, 5, 8), torch.randn(5, 5))),
