@@ -217,7 +217,15 @@ def test_the_page_and_the_figure_come_from_rows(tmp_path: Path, rows_file: Path)
 
 
 def test_cost_is_over_the_best_bound_of_the_same_cell() -> None:
-    base = {"fingerprint": "f", "budget_bytes": 5, "seed": 0, "options": {}, "keep_all_time_ns": 80}
+    base = {
+        "fingerprint": "f",
+        "budget_bytes": 5,
+        "seed": 0,
+        "options": {},
+        "keep_all_time_ns": 80,
+        "status": "FEASIBLE",
+        "notes": {},
+    }
     rows = [
         {**base, "method": "cutting_stages", "time_ns": 120, "bound_ns": 100},
         {**base, "method": "keep_all", "time_ns": None, "bound_ns": 80},
