@@ -33,6 +33,7 @@ from planner.bounds import least_bytes
 from planner.first_schedules import try_blocks
 from planner.methods import cutting_stages
 from planner.milp import Answer, Milp, Outcome
+from planner.pebbling import least_peak
 from planner.schedule import computes, first_runs, with_frees
 from planner.smallest import smallest_known
 from planner.stage_model import stage_model, with_end
@@ -678,6 +679,18 @@ def test_a_search_in_the_order_of_another_neither_anneals_nor_is_guided(nested: 
     monkeypatch.setattr(search, "follow", lambda *_: None)
     assert cutting_stages._first_schedules(search, lambda _: asked.append("guide"))
     assert asked == ([] if nested else ["annealing", "guide"])
+
+
+@pytest.mark.parametrize("seed", [6, 8])
+def test_the_smallest_budget_is_told_to_the_byte(seed: int) -> None:
+    """Where neither walks nor short searches for small peaks find anything, nor prove that there is nothing."""
+    graph = random_training(14, seed)
+    least_bytes, schedule = least_peak(graph, states=400_000, time_limit_s=60)
+    assert schedule is not None and simulate(graph, schedule).peak_bytes == least_bytes
+    assert least_peak(graph, states=first_schedules.PEBBLE_STATES)[0] < least_bytes
+    too_little = solve(graph, least_bytes - 1, gap=0.9, time_limit_s=60)
+    assert too_little.status is Status.INFEASIBLE and too_little.notes["least_bytes"] == least_bytes
+    assert solve(graph, least_bytes, gap=0.9, time_limit_s=60).peak_bytes == least_bytes
 
 
 def test_other_orders_are_tried_once_where_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -352,7 +352,7 @@ def _scrape(search: StageSearch) -> bool:
         _elsewhere(search)
     if search.time_ns is None:
         pebble(search, least)
-    return True
+    return "infeasible" not in search.notes
 
 
 def _is_only_order(graph: Graph) -> bool:
