@@ -17,10 +17,12 @@ from planner.stage_search import StageSearch
 SHRINK = (0.97, 0.94, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5)  # budgets of the one-event MILPs that list walks follow
 IDLE_GUIDES = 2  # so many of them in a row that help no further are the last ones
 BLOCKS_SHARE, FINE_GRID, BLOCKS_WORK = 0.15, {"peaks": 12, "saves": 8}, 4_000_000  # of the time left, for a chain of blocks
-# Sets of values to visit, and share of the time left, at most, where nothing fits so far, and where still nothing does; bytes
-# that these may take; moves, and ops of walks, for making what fits cheaper at a time, and what is much.
-MORE_STATES, MORE_SHARE, STATES_BYTES, STATE_BYTES = 1_000_000, 0.3, 1 << 30, 1_000
+# Sets of values to visit, and share of the time left, at most, where nothing fits so far; moves, and ops of walks, for making
+# that cheaper at a time, and what is much.
 PEBBLE_STATES, PEBBLE_SHARE, PEBBLE_MOVES, PEBBLE_WORK, MUCH = 4_000, 0.15, 1_000_000, 500_000, 0.03
+# Where still nothing does, and this share of the budget is proved to be needed: such sets, and the share of the time; bytes that
+# all of them may take, and that one takes besides its bits.
+CLOSE, MORE_STATES, MORE_SHARE, STATES_BYTES, STATE_BYTES = 0.9, 1_000_000, 0.3, 1 << 30, 1_000
 
 
 def try_blocks(search: StageSearch, *, scarce: bool = False) -> None:
@@ -49,24 +51,26 @@ def prove_least(search: StageSearch, *, longer: bool = False) -> Schedule | None
     until = time.perf_counter() + (MORE_SHARE if longer else PEBBLE_SHARE) * search.left_s
     most = min(MORE_STATES, STATES_BYTES // (STATE_BYTES + len(search.graph.values) // 8))
     states = most if longer else PEBBLE_STATES
-    proved_bytes, schedule = least_peak(search.graph, states=states, time_limit_s=until - time.perf_counter())
+    search.least_bytes, schedule = least_peak(search.graph, states=states, time_limit_s=until - time.perf_counter())
     search.tell_cut_short(time.perf_counter() >= until)
-    if proved_bytes > search.budget_bytes:
+    if search.least_bytes > search.budget_bytes:
         search.notes["infeasible"] = "no schedule in any order fits, however the ops are arranged"
-        search.notes["least_bytes"] = proved_bytes
+        search.notes["least_bytes"] = search.least_bytes
     return schedule
 
 
 def pebble(search: StageSearch, least: Schedule | None) -> None:
     """Walk backwards for schedules that fit, which are dear, and make them cheaper; ``least`` is offered where there are none.
 
-    Where there is none at all, a longer walk is made for the proof that there cannot be, or for the least one.
+    Where there is none at all, and the budget is close to what is proved to be needed, a longer walk is made for the proof that
+    there cannot be, or for the least one.
     """
     until = time.perf_counter() + PEBBLE_SHARE * search.left_s
     for found in fitting(search.graph, search.budget_bytes, time_limit_s=until - time.perf_counter()):
         search.offer(found, "pebbling")
     search.tell_cut_short(time.perf_counter() >= until)
-    if search.time_ns is None and least is None and not search.nested:
+    is_close = search.least_bytes >= CLOSE * search.budget_bytes
+    if search.time_ns is None and least is None and is_close and not search.nested:
         least = prove_least(search, longer=True)
     if search.time_ns is None and least is not None:
         search.offer(least, "pebbling")

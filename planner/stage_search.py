@@ -32,6 +32,7 @@ class StageSearch(Incumbent):
     relaxes: bool = field(default=True, init=False)  # whether relaxations are worth their time
     stalled: int = field(default=0, init=False)  # how many of them in a row have hardly raised the bound
     climbed: float = field(default=0.0, init=False)  # how far the last one raised it, as a share of what is left to the incumbent
+    least_bytes: int = field(default=0, init=False)  # every schedule needs so many, whatever its order
     # What ``restricted_bound_ns`` is of, where that is not the graph's order.
     solved_order: list[int] = field(default_factory=list, init=False)
 
