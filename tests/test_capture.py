@@ -893,7 +893,8 @@ REFUSED: dict[str, tuple[Callable[[], Step], str]] = {
     "loss with parameters": (lambda: capture(linear(), x8, loss=linear()), "has parameters of its own"),
     "branch on data": (lambda: capture(Lambda(lambda m, x: m.linear(x).sum() if x.sum() > 0 else x), x8), "branches on data"),
     "distribution that looks": (
-        lambda: capture(Lambda(lambda m, x: Normal(m.linear(x), 1.0).rsample()), x8), "validate_args=False"
+        lambda: capture(Lambda(lambda m, x: square(Normal(m.linear(x), 1.0, validate_args=True).rsample())), x8),
+        "validate_args=False",
     ),
     "integers in bounds": (
         lambda: capture(Lambda(lambda m, x: square(m.linear(x) * torch.empty_like(x).random_(0, 5))), x8), "call torch.randint"
