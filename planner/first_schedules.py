@@ -72,6 +72,8 @@ def pebble(search: StageSearch, least: Schedule | None) -> None:
     is_close = search.least_bytes >= CLOSE * search.budget_bytes
     if search.time_ns is None and least is None and is_close and not search.nested:
         least = prove_least(search, longer=True)
+        if "infeasible" in search.notes:
+            return
     if search.time_ns is None and least is not None:
         search.offer(least, "pebbling")
     _shorten(search)
