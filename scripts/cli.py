@@ -74,9 +74,7 @@ def _main(argv: Sequence[str] | None) -> int:
     try:
         with standard_output():
             arguments = parser().parse_args(argv)
-            for target in ("json", "out", "plot", "save_graph"):
-                if (path := getattr(arguments, target, None)) and path != "-":
-                    check_writable(path)  # before anything is computed
+            _check_targets(arguments)
             return int(arguments.run(arguments))
     except OutputLost as error:
         if isinstance(error.__cause__, BrokenPipeError):  # whoever read it has read enough
@@ -92,6 +90,17 @@ def _main(argv: Sequence[str] | None) -> int:
     except KeyboardInterrupt:
         print("belady: interrupted", file=sys.stderr)
         return INTERRUPTED
+
+
+def _check_targets(arguments: argparse.Namespace) -> None:
+    """Refuse what cannot be written, and pictures of no kind, before anything is computed."""
+    for target in ("json", "out", "plot", "save_graph"):
+        if (path := getattr(arguments, target, None)) and path != "-":
+            check_writable(path)
+    if getattr(arguments, "plot", None):
+        from .plots import writable
+
+        writable(arguments.plot)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -329,10 +338,6 @@ class Loaded:
 def _diff(arguments: argparse.Namespace) -> int:
     from online.compare import compare
 
-    if arguments.plot:
-        from .plots import draw_comparison, writable
-
-        writable(arguments.plot)
     with computing() as status:
         loaded = Loaded(arguments, status)
         if arguments.execute:
@@ -351,6 +356,8 @@ def _diff(arguments: argparse.Namespace) -> int:
             progress=status,
         )
         if arguments.plot:
+            from .plots import draw_comparison
+
             status("drawing")
             draw_comparison(comparison, arguments.plot)
     if arguments.json:
@@ -448,10 +455,6 @@ def _sweep(arguments: argparse.Namespace) -> int:
         raise InputError(f"--jobs must be at least 1, not {arguments.jobs}")
     methods = sweep.methods_of(arguments.method or ["cutting_stages"])
     rules = sweep.rules_of(arguments.rule or [DEFAULT_RULE])
-    if arguments.plot:
-        from .plots import draw_sweep, writable
-
-        writable(arguments.plot)
     graphs: dict[str, Graph] = {}
     budgets: dict[str, list[int]] = {}
     with computing() as status:
@@ -495,6 +498,8 @@ def _sweep(arguments: argparse.Namespace) -> int:
     written = []
     if rows:  # interrupted before the first, there is nothing to write or to draw
         if arguments.plot:
+            from .plots import draw_sweep
+
             draw_sweep(rows, arguments.plot)
         if arguments.json:
             write_rows(arguments.json, rows)
