@@ -50,7 +50,7 @@ from planner.simulate import simulate
 from .output import ended
 from .rows import RowFile
 from .steps import step_graph
-from .sweep import FAILED, ONLINE, REFUSED, THREADS, Cell, Row, chosen, failed_row, key_of
+from .sweep import FAILED, ONLINE, REFUSED, Cell, Row, chosen, failed_row, key_of, start_quietly
 
 SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4)  # of the keep-all peak
 LAYERED_SHARES = (0.9, 0.8)  # as published
@@ -179,16 +179,10 @@ def isolated(graph: Graph, cell: Cell, *, guard_bytes: int, wall_limit_s: float)
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_serve, args=(theirs, graph, cell, guard_bytes), daemon=True)
-    before = {name: os.environ.get(name) for name in THREADS}
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     began = time.perf_counter()
     try:
-        os.environ.update(dict.fromkeys(THREADS, "1"))
-        process.start()
+        start_quietly(process)
     finally:
-        for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
-        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         theirs.close()
     try:
         if not ours.poll(wall_limit_s):

@@ -18,6 +18,7 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from fractions import Fraction
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from types import FrameType
@@ -271,7 +272,20 @@ def _started(graphs: Mapping[str, Graph]) -> tuple[SpawnProcess, Connection]:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_serve, args=(theirs, dict(graphs)), daemon=True)
-    # What a process is started with: one thread, and Ctrl-C blocked, which is for the parent alone.
+    try:
+        start_quietly(process)
+    finally:
+        theirs.close()
+    return process, ours
+
+
+def start_quietly(process: SpawnProcess) -> None:
+    """Start a process with one thread and Ctrl-C blocked, which is for the parent alone.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C came meanwhile; the process is told to end.
+    """
+    resource_tracker.ensure_running()  # Python starts it with the first process, and then unblocks Ctrl-C
     before = {name: os.environ.get(name) for name in THREADS}
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     # Another thread may take the signal nevertheless; halfway through, the process would complain about what it is not told.
@@ -288,11 +302,9 @@ def _started(graphs: Mapping[str, Graph]) -> tuple[SpawnProcess, Connection]:
                 os.environ[name] = value
         signal.signal(signal.SIGINT, handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-        theirs.close()
     if interrupts:
         process.terminate()
         raise KeyboardInterrupt
-    return process, ours
 
 
 def _serve(line: Connection, graphs: dict[str, Graph]) -> None:
