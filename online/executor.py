@@ -136,6 +136,8 @@ class _Code:
         exec(compile("\n".join(lines), f"<online {step.graph.name}>", "exec"), space)
         self.runs: list[Callable[[Store], None]] = [space[f"op{op}"] for op in range(len(step.calls))]  # type: ignore[misc]
         self.results: Callable[[Store], list[Tensor]] = space["results"]  # type: ignore[assignment]
+        self._held.clear()  # nodes know their module, and what is remembered for a module must not keep it alive
+        self._lying.clear()
 
     def _views(self, nodes: tuple[fx.Node, ...]) -> list[str]:
         """Lines that make views in local variables, each once; what lies just as a stored tensor is that tensor."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import gc
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -161,6 +163,16 @@ def test_nothing_is_left_behind(mlp: Case) -> None:
 
 def _tensors(outcome: object) -> list[Tensor]:
     return [outcome.loss, *outcome.gradients.values(), *outcome.buffers.values()]  # type: ignore[attr-defined]
+
+
+def test_what_is_remembered_for_a_step_dies_with_it() -> None:
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 1)), torch.randn(4, 8)
+    step = capture(model, (x,), loss=lambda out: out.sum())
+    assert run(step, 1.0, execute=True, inputs=(x,)).outcome is not None
+    module = weakref.ref(step.module)
+    del step
+    gc.collect()
+    assert module() is None
 
 
 def test_thrashing_is_said(mlp: Case) -> None:
