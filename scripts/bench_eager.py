@@ -1,6 +1,6 @@
-"""What a step costs on the host beside plain eager PyTorch, planned or under ``online.budget``: rows on standard output.
+"""What a step costs on the host beside plain eager PyTorch, planned or under ``online.budget``: result rows.
 
-python -m belady.bench_eager > benchmarks/eager_cpu.jsonl
+    python -m belady.bench_eager
 
 Beside plain PyTorch (``eager``) runs a dispatch mode that does nothing (``dispatch_mode``): no interposition in Python can cost
 less. ``planned`` is a module with the plan that keeps everything, ``lowered`` the same plan without autograd, and ``online.run``
@@ -11,12 +11,14 @@ the wall clock.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import functools
 import itertools
 import statistics
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -32,6 +34,7 @@ from online.runtime import Run, run
 from planner.execute import PlannedModule, PlannedStep
 from planner.schedule import Compute, Schedule, keep_all
 
+from .output import ended
 from .rows import write_rows
 
 REPEATS = 9
@@ -233,10 +236,25 @@ def rows(name: str) -> list[dict[str, Any]]:
     return table
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    write_rows("-", [row for name in CASES for row in rows(name)])
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and write the rows; return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    default = "benchmarks/eager_cpu.jsonl"
+    parser.add_argument("--out", default=default, help=f"the file, written whole; - for standard output (default: {default})")
+    parser.add_argument("--only", action="append", choices=CASES, help="one model; several times")
+    arguments = parser.parse_args(argv)
+
+    def work() -> int:
+        torch.set_num_threads(1)
+        found = []
+        for name in arguments.only or CASES:
+            print(name, file=sys.stderr, flush=True)  # a bar would be drawn by a thread, whose time is counted
+            found += rows(name)
+        write_rows(arguments.out, found)
+        return 0
+
+    return ended("bench_eager", work, goes_on=False)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
