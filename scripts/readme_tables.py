@@ -188,6 +188,34 @@ def layered(rows: Sequence[Row]) -> str:
     return table(header, lines)
 
 
+HOSTED = {  # what a row of the host's table shows beside plain PyTorch
+    "with a plan": ("planned", None),
+    "dispatch mode that does nothing": ("dispatch_mode", None),
+    "`online.run`, `dtr_eq`": ("online.run", 1.0),
+    "`online.budget`": ("online.budget", 1.0),
+    "at 80 %": ("online.budget", 0.8),
+}
+
+
+def hosted(rows: Sequence[Row]) -> str:
+    """One line for each model: a step of plain PyTorch in ms, and how many times that the others take."""
+    lines = []
+    for graph in dict.fromkeys(row["graph"] for row in rows):
+        of_graph = [row for row in rows if row["graph"] == graph and row["heuristic"] != "lru"]
+        mine = {(row["method"], row["budget_fraction"]): row for row in of_graph}
+        plain = mine["eager", None]
+        line = [graph, str(plain["ops"]), f"{plain['measured_time_ns'] / 1e6:.1f} ms"]
+        for key in HOSTED.values():
+            row = mine[key]
+            if "extra_ns_per_execution" not in row:
+                line.append("-")  # not possible
+                continue
+            extra_us = row["extra_ns_per_execution"] / 1e3
+            line.append(f"{row['measured_time_ns'] / plain['measured_time_ns']:.2f} times, {extra_us:+.0f} µs an op")
+        lines.append(line)
+    return table(("model", "ops", "plain PyTorch", *HOSTED), lines)
+
+
 def middle_and_most(shares: Sequence[float]) -> str:
     """ "1.23 % / 4.56 %", or a dash."""
     return f"{percent(median(shares))} / {percent(max(shares))}" if shares else "-"
@@ -211,6 +239,9 @@ def results() -> str:
             "Plans at budgets from 90 % of the keep-all peak down, and what is proved about them, two cores "
             "(`benchmarks/plans.jsonl`; every budget is in `docs/plans.md`):",
             summarised(plans),
+            "What a step takes on the host, one thread, processor time (`benchmarks/eager_cpu.jsonl`). Straight-line code has "
+            "less to do than autograd; deciding in Python takes longer than a small op, as these are but for the last model's:",
+            hosted(read_rows(ROOT / "benchmarks" / "eager_cpu.jsonl")),
             END,
         )
     )
