@@ -49,8 +49,9 @@ def prove_least(search: StageSearch, *, longer: bool = False) -> Schedule | None
     Where any needs more than the budget, ``notes["infeasible"]`` says so.
     """
     until = time.perf_counter() + (MORE_SHARE if longer else PEBBLE_SHARE) * search.left_s
-    most = min(MORE_STATES, STATES_BYTES // (STATE_BYTES + len(search.graph.values) // 8))
-    states = most if longer else PEBBLE_STATES
+    states = PEBBLE_STATES
+    if longer:
+        states = min(MORE_STATES, STATES_BYTES // (STATE_BYTES + len(search.graph.values) // 8))
     search.least_bytes, schedule = least_peak(search.graph, states=states, time_limit_s=until - time.perf_counter())
     search.tell_cut_short(time.perf_counter() >= until)
     if search.least_bytes > search.budget_bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
@@ -67,12 +68,12 @@ def plans(
     best: Schedule | None = None
     interrupted = False
     for budget_bytes in sorted(set(wanted)):
-        limit_s = 0.0 if interrupted else time_limit_s
+        within = partial(solve, graph, budget_bytes, method=method, gap=gap, seed=seed, start=best, **options)
         try:
-            one = solve(graph, budget_bytes, method=method, gap=gap, time_limit_s=limit_s, seed=seed, start=best, **options)
+            one = within(time_limit_s=0.0 if interrupted else time_limit_s)
         except KeyboardInterrupt:  # between two methods' runs, which take note of it themselves
             interrupted = True
-            one = solve(graph, budget_bytes, method=method, gap=gap, time_limit_s=0.0, seed=seed, start=best, **options)
+            one = within(time_limit_s=0.0)
         if interrupted and one.notes.get("stopped") == "time limit":
             one = replace(one, notes={**one.notes, "stopped": "interrupted"})
         interrupted = interrupted or one.notes.get("stopped") == "interrupted"
