@@ -682,13 +682,17 @@ def test_a_search_in_the_order_of_another_neither_anneals_nor_is_guided(nested: 
 
 
 @pytest.mark.parametrize("seed", [6, 8])
-def test_the_smallest_budget_is_told_to_the_byte(seed: int) -> None:
+def test_the_smallest_budget_is_told_to_the_byte(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where neither walks nor short searches for small peaks find anything, nor prove that there is nothing."""
     graph = random_training(14, seed)
     least_bytes, schedule = least_peak(graph, states=400_000, time_limit_s=60)
     assert schedule is not None and simulate(graph, schedule).peak_bytes == least_bytes
     assert least_peak(graph, states=first_schedules.PEBBLE_STATES)[0] < least_bytes
+    blocks: list[bool] = []
+    monkeypatch.setattr(first_schedules, "try_blocks", lambda _, scarce: blocks.append(scarce))
     too_little = solve(graph, least_bytes - 1, gap=0.9, time_limit_s=60)
+    assert not blocks  # nothing is looked for any more
+    monkeypatch.undo()
     assert too_little.status is Status.INFEASIBLE and too_little.notes["least_bytes"] == least_bytes
     assert solve(graph, least_bytes, gap=0.9, time_limit_s=60).peak_bytes == least_bytes
 

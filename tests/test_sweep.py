@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Generator, Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -455,6 +456,24 @@ def test_a_sweep_interrupted_before_its_first_row_leaves_what_was_there(
     assert said.out == ""
     assert said.err == "belady: interrupted; 2 of 2 rows are missing, the same command goes on\n"
     assert other.read_text() == "{}\n"
+
+
+def tell_blocked(line: Connection) -> None:
+    line.send(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+
+
+def test_ctrl_c_is_blocked_in_the_very_first_process() -> None:
+    code = """
+import multiprocessing
+from belady.sweep import start_quietly
+from tests.test_sweep import tell_blocked
+context = multiprocessing.get_context("spawn")
+ours, theirs = context.Pipe()
+start_quietly(context.Process(target=tell_blocked, args=(theirs,)))
+print(ours.recv())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout == "True\n", done.stderr
 
 
 def test_an_interrupted_sweep_goes_on(chain_file: str, tmp_path: Path) -> None:
