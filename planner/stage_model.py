@@ -117,7 +117,8 @@ class StageModel:
 def stage_model(
     graph: Graph, budget_bytes: int, events: Sequence[int], cuts: Sequence[StageCut] = (), *, tiny_share: float = TINY
 ) -> StageModel:
-    """Build the MILP of a graph with an end, for stages at ``events`` (ascending), and with ``cuts``, each at one of them.
+    """Build the MILP of a graph with an end, for stages at ``events`` (ascending), and with ``cuts``, each at one of them;
+    at the first one, where no stage ends, they say nothing.
 
     tiny_share  of the budget, what all values without variables may take together
     """
@@ -150,7 +151,7 @@ def stage_model(
         model.memory.append(len(milp.row_lower))
         milp.at_most((budget_bytes - fixed) / unit_bytes, [(k, size[x] / unit_bytes) for x, k in keep[j].items()])
         use_and_carry(model, j, j, rerun[j])
-    for w in sorted({cut.w for cut in cuts}):
+    for w in sorted({cut.w for cut in cuts if cut.w != events[0]}):
         _cut(model, w, [cut for cut in cuts if cut.w == w], budget_bytes, unit_bytes)
     return model
 

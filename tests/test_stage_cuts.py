@@ -106,6 +106,18 @@ def test_a_peak_is_the_least_of_all_orders() -> None:
     assert cut.peak_bytes == min(peaks) == LEAST_BYTES - 1  # z does not count, as it stays all the stage long
 
 
+def test_a_cut_says_nothing_where_its_stage_has_no_beginning() -> None:
+    """The events before it may go, where their rows are slack."""
+    closed = with_end(two_heavy_reruns())
+    model = stage_model(closed, LEAST_BYTES - 1, [4, 5])
+    cut = broken_cut(model, solved(model), 5, LEAST_BYTES - 1)
+    assert cut is not None
+    with_cut = solved(stage_model(closed, LEAST_BYTES - 1, [5], [cut]))
+    assert with_cut == solved(stage_model(closed, LEAST_BYTES - 1, [5]))
+    with_cut = solved(stage_model(closed, LEAST_BYTES - 1, [5, 6], [cut]))
+    assert with_cut.bound == solved(stage_model(closed, LEAST_BYTES - 1, [5, 6])).bound
+
+
 def test_the_walk_takes_the_order_that_fits() -> None:
     graph = two_heavy_reruns()
     model = stage_model(with_end(graph), LEAST_BYTES, [4, 5])
