@@ -32,6 +32,13 @@ class AnnealedWalks(WalkSearch):
         self._seed = seed
         self._annealed = self._short_runs = self._mended = self._owed_moves = 0
 
+    def apart(self, seed: int) -> WalkSearch:
+        """As for walks alone."""
+        other = super().apart(seed)
+        assert isinstance(other, AnnealedWalks)
+        other._seed = seed
+        return other
+
     def improve(self, work: int, *, deadline: float = math.inf) -> None:
         """As for walks alone; annealing does its part of the work when there is enough for once."""
         super().improve(work // WALKS, deadline=deadline)
@@ -56,6 +63,10 @@ class AnnealedWalks(WalkSearch):
             if time.perf_counter() < deadline:
                 self._anneal(runs, MEND_MOVES, (MEND[self._mended % len(MEND)],), deadline)
                 self._mended += 1
+
+    def go_on(self, work: int, *, deadline: float = math.inf) -> None:
+        """Improve alone: a sequence that does not fit is for annealing to mend."""
+        self.improve(work, deadline=deadline)
 
     def _anneal(self, ops: Sequence[int], moves: int, rounds: Sequence[Round], deadline: float) -> None:
         self._annealed += 1

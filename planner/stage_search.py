@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,8 @@ from planner.schedule import computes, first_runs, in_graph_order, with_frees
 if TYPE_CHECKING:
     from planner.walk_search import WalkSearch
 
+BEYOND_WORK = 200_000  # of list walks between two looks at the clock
+APART = 1_000_000_000  # between their seed and that of others
 FAR_AWAY = 0.05  # share of the keep-all time that is a long way from the bound to the best schedule
 
 
@@ -33,6 +36,9 @@ class StageSearch(Incumbent):
     stalled: int = field(default=0, init=False)  # how many of them in a row have hardly raised the bound
     climbed: float = field(default=0.0, init=False)  # how far the last one raised it, as a share of what is left to the incumbent
     least_bytes: int = field(default=0, init=False)  # every schedule needs so many, whatever its order
+    # List walks that go on for as long as a solver takes. How far they get depends on the machine, so what they find counts only
+    # where the clock or Ctrl-C ends the search: then nothing would repeat anyway.
+    beyond: WalkSearch | None = field(default=None, init=False)
     # What ``restricted_bound_ns`` is of, where that is not the graph's order.
     solved_order: list[int] = field(default_factory=list, init=False)
 
@@ -89,6 +95,27 @@ class StageSearch(Incumbent):
         """Let list walks begin from a sequence with first executions in graph order: of others nothing is proved."""
         if in_graph_order(sequence):
             self.walks.follow(sequence, work, deadline=min(until, self.deadline))
+            self.take_walk()
+
+    def walk_beyond(self, solved: threading.Event, until: float) -> None:
+        """Go on until a solver is done, or that time comes."""
+        if self.beyond is None:
+            self.beyond = self.walks.apart(self.seed + APART)
+        self.beyond.join(self.walks)
+        self.beyond.stop = solved
+        while not solved.is_set() and time.perf_counter() < until:
+            self.beyond.go_on(BEYOND_WORK, deadline=self.deadline)
+
+    def take_beyond(self) -> None:
+        """Offer the best of it, and go on from there."""
+        if self.beyond is not None:
+            self.walks.join(self.beyond)
+            self.take_walk()
+
+    def take_last(self) -> None:
+        """Take what the part under way has found, where the clock or Ctrl-C has ended it."""
+        if self.notes.get("stopped") in ("time limit", "interrupted"):
+            self.take_beyond()
             self.take_walk()
 
     def take_walk(self) -> None:

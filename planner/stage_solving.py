@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from planner.milp import Answer, Outcome
 from planner.on_demand import sat_minimise
@@ -15,15 +15,11 @@ from planner.spans import SpanRow, relax
 from planner.stage_model import StageModel
 from planner.stage_search import StageSearch
 
-if TYPE_CHECKING:
-    from planner.walk_search import WalkSearch
-
 # Ops that list walks run while a MILP is solved: about what it takes as long as, which grows with its variables, faster than they
 # do (without a backward pass much faster), but at first (easy budgets) and at most (hard ones) so many:
 WORK, WORK_VARIABLES, FIRST_WORK, MORE_WORK, MOST_WORK = 100_000, 1_000, 400_000, 4, 25_000_000
 ANNEALED = 2  # times as much, up to as many times the most, where most of it is annealing's
 RELAXED_WORK, ANNEALED_RELAXED = 2_000, 12_000  # while its relaxation is solved, which takes longer with its variables cubed
-BEYOND_WORK = 100_000  # between two looks at the clock where a MILP takes longer
 # Each relaxation may take this share of the time left. So many in a row that raise the bound by less than this share of its
 # distance to the incumbent, and a MILP is solved.
 RELAX_SHARE, STALLED, CLIMB = 0.6, 2, 0.005
@@ -116,32 +112,21 @@ def _alongside(
 ) -> Answer:
     """Solve, and meanwhile improve list walks with so much work, half of it spent on those along the ``latest`` solution.
 
-    Where the solver takes longer, they go on, but what comes of that counts only if the clock or Ctrl-C ends the solve: how far
-    they get depends on the machine.
+    Where the solver takes longer, others go on from there (``StageSearch.beyond``).
 
     limited  whether it has another limit than the clock
     """
-    beyond: WalkSearch | None = None
 
     def walk_on(solved: threading.Event) -> None:
-        nonlocal beyond
         search.walks.follow(latest, work // 2, deadline=search.deadline)
         search.walks.improve(work // 2, deadline=search.deadline)
         search.take_walk()
-        beyond = search.walks.copy()
-        while not solved.is_set() and time.perf_counter() < until:
-            beyond.improve(BEYOND_WORK, deadline=search.deadline)
+        search.walk_beyond(solved, until)
 
-    try:
-        answer = solve(time_limit_s=until - time.perf_counter(), meanwhile=walk_on if work else None)
-    except KeyboardInterrupt:
-        if beyond is not None:
-            search.walks = beyond
-        raise
+    answer = solve(time_limit_s=until - time.perf_counter(), meanwhile=walk_on if work else None)
     # What has no other limit was stopped by the clock; CP-SAT stops some milliseconds before its time is up.
     struck = answer.outcome is Outcome.STOPPED and (not limited or time.perf_counter() >= until)
     search.tell_cut_short(struck)
-    if beyond is not None and (struck or time.perf_counter() >= search.deadline):
-        search.walks = beyond
-        search.take_walk()
+    if struck or time.perf_counter() >= search.deadline:
+        search.take_beyond()
     return answer

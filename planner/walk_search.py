@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import math
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -71,6 +72,7 @@ class WalkSearch:
     runs     the cheapest sequence found, None before one fits
     time_ns  of that sequence; infinite before
     hurried  whether the clock made it search otherwise (not: less) than without one
+    stop     where it is set, changes end as they do at a deadline
     """
 
     def __init__(self, graph: Graph, budget_bytes: int, seed: int) -> None:
@@ -84,16 +86,25 @@ class WalkSearch:
         self._is_output = np.array([v in graph.outputs for v in range(self._values)], bool)
         self._is_backward = np.array([p >= 0 and graph.ops[p].backward for p in graph.producer], bool)
         self._leads: list[_Lead] = []
+        self._followed: _Lead | None = None  # what the last sequence led to
         self.runs: Ints | None = None
         self.time_ns = math.inf
         self.hurried = False
+        self.stop: threading.Event | None = None
 
-    def copy(self) -> WalkSearch:
-        """One that goes on from here by itself."""
+    def apart(self, seed: int) -> WalkSearch:
+        """One that goes on from here by itself, with draws of its own."""
         other = copy.copy(self)
         other._leads = list(self._leads)
-        other._random = copy.deepcopy(self._random)
+        other._random = np.random.default_rng(seed)
         return other
+
+    def join(self, other: WalkSearch) -> None:
+        """Take over what another search of the same graph and budget has found."""
+        for lead in other._leads:
+            self._take(lead)
+        self._followed = other._followed
+        self.hurried |= other.hurried
 
     def start(self, *, deadline: float = math.inf) -> None:
         """Follow the graph order, with the graph's outputs held once they are made or not.
@@ -119,8 +130,8 @@ class WalkSearch:
         for far in FAR:
             if time.perf_counter() < deadline:
                 found.append(self._settle(self._walk.follow(route, far=far, deadline=deadline), far, deadline))
-        if found and work:
-            self._grow(min(found, key=lambda lead: lead.merit), work, deadline)
+        if found:
+            self._followed = self._grow(min(found, key=lambda lead: lead.merit), work, deadline)
 
     def improve(self, work: int, *, deadline: float = math.inf) -> None:
         """Try changes of the leads, and cross them, until about ``work`` ops have run (in walks, not in the world), or the clock
@@ -132,6 +143,15 @@ class WalkSearch:
         turns = self._random.permutation(len(self._leads))[: max(1, work // SLICE)]
         for lead in [self._leads[at] for at in turns]:
             self._grow(lead, work // len(turns), deadline)
+
+    def go_on(self, work: int, *, deadline: float = math.inf) -> None:
+        """Half of the work goes into what the last sequence led to, though it may still be worse than all leads."""
+        if self._followed is not None:
+            self._followed = self._grow(self._followed, work // 2, deadline)
+        self.improve(work - work // 2, deadline=deadline)
+
+    def _over(self, deadline: float) -> bool:
+        return time.perf_counter() >= deadline or (self.stop is not None and self.stop.is_set())
 
     def _settle(self, walked: Walked, far: float, deadline: float) -> _Lead:
         """Follow a walk's own route again until that changes nothing, and take it for a lead."""
@@ -174,7 +194,7 @@ class WalkSearch:
         since its last use, so the walk begins there, and it ends where the lead's own stages have all they need.
         """
         rng, work = self._random, 0
-        while work < most and time.perf_counter() < deadline:
+        while work < most and not self._over(deadline):
             complete = [lead for lead in self._leads if lead.complete]
             if len(complete) < 2:
                 break
@@ -201,15 +221,15 @@ class WalkSearch:
                 self._take(self._lead(walked), instead=lead)
         return work
 
-    def _grow(self, start: _Lead, work: int, deadline: float) -> None:
-        """Change a lead for so much work, and keep the best of what comes of it instead."""
+    def _grow(self, start: _Lead, work: int, deadline: float) -> _Lead:
+        """Change a lead for so much work, and keep the best of what comes of it instead; that best."""
         if not start.stuck or not self._values:  # there is nothing to change
-            return
+            return start
         best = lead = start
         rng = self._random
         heat_ns = HEAT * (start.time_ns - self._keep_all_ns) if start.complete else 0.0
         try:
-            while work > 0 and time.perf_counter() < deadline:
+            while work > 0 and not self._over(deadline):
                 slack_ns = heat_ns * rng.exponential()
                 walked = self._move(lead, slack_ns, deadline)
                 work -= OVERHEAD
@@ -226,6 +246,7 @@ class WalkSearch:
         finally:  # on Ctrl-C too
             if best is not start:
                 self._take(best, instead=start)
+        return best
 
     def _move(self, lead: _Lead, slack_ns: float, deadline: float) -> Walked | None:
         rng = self._random

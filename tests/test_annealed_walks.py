@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
 
 import pytest
 
 from graphs import Graph
-from graphs.synthetic import random_layered
+from graphs.synthetic import random_layered, random_training
 from planner import annealed_walks, keep_all, simulate
 from planner.annealed_walks import AnnealedWalks
 from planner.annealing import Annealer, Round
@@ -71,20 +72,41 @@ def test_annealing_mends_a_sequence_that_holds_too_much(monkeypatch: pytest.Monk
     assert better >= 3
 
 
-def test_the_same_again_is_the_same_and_a_copy_goes_its_own_way() -> None:
+@pytest.mark.parametrize("kind", [AnnealedWalks, WalkSearch])
+def test_the_same_again_is_the_same_and_what_goes_apart_goes_its_own_way(kind: type[WalkSearch]) -> None:
     graph, budget_bytes = layered(3)
+    if kind is WalkSearch:
+        graph = random_training(40, 1)
+        budget_bytes = int(0.75 * simulate(graph, keep_all(graph)).peak_bytes)
     times = []
-    for _ in range(2):
-        walks = AnnealedWalks(graph, budget_bytes, seed=1)
+    for others in (0, 1):
+        walks = kind(graph, budget_bytes, seed=1)
         walks.improve(WORK)
-        before = walks.time_ns
-        other = walks.copy()
-        other.improve(WORK)
-        assert walks.time_ns == before and not walks.hurried
+        walks.follow(range(len(graph.ops)))
+        before_ns = walks.time_ns
+        for _ in range(others):
+            other = walks.apart(seed=2)
+            other.go_on(WORK)
+            assert walks.time_ns == before_ns and not walks.hurried
         walks.improve(WORK)
-        assert walks.time_ns == other.time_ns
         times.append(time_of(walks, graph, budget_bytes))
+        for _ in range(others):
+            best_ns = min(walks.time_ns, time_of(other, graph, budget_bytes))
+            walks.join(other)
+            assert time_of(walks, graph, budget_bytes) == best_ns
     assert times[0] == times[1] < float("inf")
+
+
+def test_changes_end_where_they_are_told_to_stop() -> None:
+    graph, budget_bytes = layered(3)
+    walks = WalkSearch(graph, budget_bytes, seed=1)
+    walks.start()
+    walks.follow(range(len(graph.ops)))
+    walks.stop = threading.Event()
+    walks.stop.set()
+    taken_s = stopwatch()
+    walks.go_on(10**12)
+    assert taken_s() < 2
 
 
 def test_the_deadline_is_kept_and_haste_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

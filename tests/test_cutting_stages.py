@@ -386,35 +386,67 @@ def test_interrupting_returns_what_was_found() -> None:
     assert interrupted(script, after_s=4) == "interrupted True"
 
 
-def test_what_walks_find_beyond_a_milp_is_kept_on_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Impatient(Event):
-        """Says three times that the solver works, then interrupts."""
+class Working(Event):
+    """Says so many times that the solver works, then that it is done, or it interrupts."""
 
-        asked = 0
+    def __init__(self, times: int, *, interrupts: bool = False) -> None:
+        super().__init__()
+        self.times, self.interrupts = times, interrupts
 
-        def is_set(self) -> bool:
-            self.asked += 1
-            if self.asked > 3:
-                raise KeyboardInterrupt
-            return False
+    def is_set(self) -> bool:
+        self.times -= 1
+        if self.times < 0 and self.interrupts:
+            raise KeyboardInterrupt
+        return self.times < 0
 
-    def disturbed(milp: Milp, *, meanwhile: Callable[[Event], None], **rest: Any) -> Answer:
-        meanwhile(Impatient())
-        raise AssertionError("not interrupted")
 
-    monkeypatch.setattr(pseudo_boolean, "minimise", disturbed)
-    monkeypatch.setattr(stage_solving, "BEYOND_WORK", 200_000)
-    graph = random_training(40, 1)
-    budget_bytes = int(0.75 * simulate(graph, keep_all(graph)).peak_bytes)
+def beside(monkeypatch: pytest.MonkeyPatch, search: StageSearch, solved: Event) -> None:
+    """Walks beside a MILP that is solved without a solution."""
+
+    def minimise(milp: Milp, *, meanwhile: Callable[[Event], None], **rest: Any) -> Answer:
+        meanwhile(solved)
+        return Answer(Outcome.CUT_OFF, None, math.inf, 0.0)
+
+    monkeypatch.setattr(pseudo_boolean, "minimise", minimise)
+    graph = search.graph
+    model = stage_model(with_end(graph), search.budget_bytes, [len(graph.ops) // 2])
+    stage_solving.solve_whole(search, model, 0.0, 0.0, range(len(graph.ops)), 1_000, math.inf)
+
+
+def walking() -> StageSearch:
+    graph = random_training(80, 2)
+    budget_bytes = int(0.7 * simulate(graph, keep_all(graph)).peak_bytes)
     search = StageSearch(graph, budget_bytes, gap=0.0, time_limit_s=60.0, seed=0)
     search.begin_walks(search.deadline)
-    before = search.walks
-    before_ns = before.time_ns
-    model = stage_model(with_end(graph), budget_bytes, [len(graph.ops) // 2])
+    return search
+
+
+def test_what_walks_find_beyond_a_milp_is_kept_on_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    search = walking()
+    before_ns = search.time_ns
     with pytest.raises(KeyboardInterrupt):
-        stage_solving.solve_whole(search, model, 0.0, 0.0, range(len(graph.ops)), 1_000, math.inf)
-    assert search.walks is not before
-    assert search.walks.time_ns < before_ns
+        beside(monkeypatch, search, Working(2_000, interrupts=True))
+    search.notes["stopped"] = "interrupted"
+    search.take_last()
+    assert search.time_ns is not None and before_ns is not None and search.time_ns < before_ns
+
+
+def test_what_walks_find_beyond_milps_counts_where_the_clock_ends_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    search, times_ns = walking(), list[float]()
+    for _ in range(3):
+        beside(monkeypatch, search, Working(500))
+        assert search.beyond is not None
+        times_ns.append(search.beyond.time_ns)
+    alone = walking()
+    for _ in range(3):
+        beside(monkeypatch, alone, Working(0))
+    assert alone.beyond is not None
+    search.take_last()
+    assert alone.time_ns == search.time_ns and search.time_ns is not None  # until then, as if it had not been
+    assert search.time_ns > times_ns[0] > times_ns[-1]  # which goes on from what it had
+    search.notes["stopped"] = "time limit"
+    search.take_last()
+    assert search.time_ns == times_ns[-1]
 
 
 def test_cp_sat_out_of_time_is_noted_even_a_little_early(monkeypatch: pytest.MonkeyPatch) -> None:

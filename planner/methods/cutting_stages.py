@@ -85,7 +85,7 @@ def solve(
         _go_on(search)
     except KeyboardInterrupt:
         search.notes["stopped"] = "interrupted"
-        search.take_walk()  # what the part under way has found
+    search.take_last()
     search.tell_cut_short("stopped" not in search.notes and time.perf_counter() >= search.deadline)
     if search.best is None and "infeasible" not in search.notes:  # no time for more
         try:
@@ -163,8 +163,11 @@ def _solve_in(search: StageSearch, start: Schedule, time_limit_s: float) -> None
     inner = StageSearch(graph, search.budget_bytes, search.gap, time_limit_s, search.progress, seed=search.seed, nested=True)
     try:
         _run(inner, renumbered(start, {v: i for i, v in enumerate(order)}))
+    except KeyboardInterrupt:
+        inner.notes["stopped"] = "interrupted"
+        raise
     finally:
-        inner.take_walk()  # on Ctrl-C, what the part under way has found
+        inner.take_last()
         proved_ns = min(inner.bound_ns, inner.time_ns or inner.bound_ns)
         search.solved_order, search.restricted_bound_ns = order, proved_ns if proved_ns > search.base else None
         search.tell_cut_short("cut_short" in inner.notes or inner.notes.get("stopped") == "time limit")
