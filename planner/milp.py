@@ -20,6 +20,8 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from planner import turns
+
 T = TypeVar("T")
 
 SAT_VARIABLES = 2_000  # 0-1 variables up to which CP-SAT is faster than HiGHS
@@ -181,12 +183,14 @@ class Milp:
                 return Answer(Outcome.INFEASIBLE, None, math.inf, math.inf)
             if result.termination.reason != result_pb2.TERMINATION_REASON_OPTIMAL:
                 return answer
-            answer = self._relaxed(result.solutions[0])
-            rows, entries = len(self.row_lower), len(self.entries)
-            assert answer.values is not None
-            if more is None or time.perf_counter() >= deadline or left.is_set() or not more(answer.values):
-                return answer
-            glop.update(self._added(rows, entries))
+            with turns.first():
+                answer = self._relaxed(result.solutions[0])
+                rows, entries = len(self.row_lower), len(self.entries)
+                assert answer.values is not None
+                if more is None or time.perf_counter() >= deadline or left.is_set() or not more(answer.values):
+                    return answer
+                added = self._added(rows, entries)
+            glop.update(added)
 
     def _relaxed(self, solution: Any) -> Answer:
         values = list(solution.primal_solution.variable_values.values)

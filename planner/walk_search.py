@@ -21,6 +21,7 @@ import numba
 import numpy as np
 
 from graphs.ir import Graph
+from planner import turns
 from planner.flat import Flags, Floats, Ints
 from planner.list_walk import ListWalk, Route, Walked, is_read, use_from
 from planner.loading import load_once
@@ -151,11 +152,14 @@ class WalkSearch:
         self.improve(work - work // 2, deadline=deadline)
 
     def _over(self, deadline: float) -> bool:
+        """Whether changes end here; else the place to wait for a solver's thread."""
+        turns.give_way()
         return time.perf_counter() >= deadline or (self.stop is not None and self.stop.is_set())
 
     def _settle(self, walked: Walked, far: float, deadline: float) -> _Lead:
         """Follow a walk's own route again until that changes nothing, and take it for a lead."""
         for _ in range(ROUNDS):
+            turns.give_way()
             if not walked.complete or time.perf_counter() >= deadline:
                 break
             again = self._walk.follow(self._walk.route(walked.runs), far=far, deadline=deadline)
