@@ -110,13 +110,12 @@ class StageSearch(Incumbent):
         """Offer the best of it, and go on from there."""
         if self.beyond is not None:
             self.walks.join(self.beyond)
-            self.take_walk()
+        self.take_walk()
 
     def take_last(self) -> None:
         """Take what the part under way has found, where the clock or Ctrl-C has ended it."""
         if self.notes.get("stopped") in ("time limit", "interrupted"):
             self.take_beyond()
-            self.take_walk()
 
     def take_walk(self) -> None:
         """Offer the best list walk, where it is news."""

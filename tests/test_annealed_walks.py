@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -95,6 +96,41 @@ def test_the_same_again_is_the_same_and_what_goes_apart_goes_its_own_way(kind: t
             walks.join(other)
             assert time_of(walks, graph, budget_bytes) == best_ns
     assert times[0] == times[1] < float("inf")
+
+
+def test_what_goes_apart_does_not_draw_the_same_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, budget_bytes = layered(3)
+    seeds = []
+
+    def noted(graph: Graph, ops: Sequence[int], budget_bytes: int, seed: int, *, keep_order: bool) -> Annealer:
+        seeds.append(seed)
+        return Annealer(graph, ops, budget_bytes, seed, keep_order=keep_order)
+
+    monkeypatch.setattr(annealed_walks, "Annealer", noted)
+    monkeypatch.setattr(annealed_walks, "LONG_MOVES", 200_000)
+    walks = AnnealedWalks(graph, budget_bytes, seed=1)
+    other = walks.apart(seed=1_000)
+    other.go_on(600_000)
+    apart = len(seeds)
+    walks.improve(600_000)
+    assert 0 < apart < len(seeds) == len(set(seeds))
+
+
+def test_what_goes_on_begins_with_what_the_last_sequence_led_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = random_training(40, 1)
+    walks = WalkSearch(graph, int(0.75 * simulate(graph, keep_all(graph)).peak_bytes), seed=0)
+    walks.start()
+    walks.follow(range(len(graph.ops)), 1_000)
+    grow, grown = walks._grow, []
+
+    def noted(start: Any, work: int, deadline: float) -> Any:
+        grown.append((start, work))
+        return grow(start, work, deadline)
+
+    monkeypatch.setattr(walks, "_grow", noted)
+    followed = walks._followed
+    walks.go_on(WORK)
+    assert followed is not None and grown[0] == (followed, WORK // 2)
 
 
 def test_changes_end_where_they_are_told_to_stop() -> None:

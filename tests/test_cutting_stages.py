@@ -449,6 +449,21 @@ def test_what_walks_find_beyond_milps_counts_where_the_clock_ends_the_search(mon
     assert search.time_ns == times_ns[-1]
 
 
+def test_ctrl_c_while_the_last_walks_are_taken_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = random_training(8, 3)
+    take, taken = StageSearch.take_last, [0]
+
+    def disturbed(search: StageSearch) -> None:
+        taken[0] += 1
+        if taken[0] == 1:
+            raise KeyboardInterrupt
+        take(search)
+
+    monkeypatch.setattr(StageSearch, "take_last", disturbed)
+    found = solve(graph, int(0.9 * simulate(graph, keep_all(graph)).peak_bytes), gap=0.01, time_limit_s=20)
+    assert taken == [2] and found.schedule is not None and found.notes["stopped"] == "interrupted"
+
+
 def test_cp_sat_out_of_time_is_noted_even_a_little_early(monkeypatch: pytest.MonkeyPatch) -> None:
     def minimise(milp: Milp, **rest: Any) -> Answer:
         return Answer(Outcome.STOPPED, None, math.inf, -math.inf)

@@ -83,9 +83,10 @@ def solve(
     try:
         _run(search, start)
         _go_on(search)
+        search.take_last()
     except KeyboardInterrupt:
         search.notes["stopped"] = "interrupted"
-    search.take_last()
+        search.take_last()
     search.tell_cut_short("stopped" not in search.notes and time.perf_counter() >= search.deadline)
     if search.best is None and "infeasible" not in search.notes:  # no time for more
         try:
