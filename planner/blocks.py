@@ -24,8 +24,8 @@ from planner.pebbling import least_peak
 from planner.schedule import Compute, keep_all, with_frees
 from planner.simulate import Trace, simulate
 from planner.spans import add_spans
-from planner.stage_cuts import fitting_walk, missing
-from planner.stage_model import StageCut, stage_model, with_end
+from planner.stage_events import missing
+from planner.stage_model import Event, stage_model, walk, with_end
 
 ROUNDS = 30  # MILPs for one pair of budgets at most
 STILL_EXACT = 1e-4  # gap of a MILP, relative to the stage's time
@@ -180,11 +180,10 @@ class BlockSolver:
         """The least time within two budgets: a sequence of the block's ops (None: none found), and whether that is exact."""
         graph = block.graph
         closed = with_end(graph)
-        events: list[int] = [block.stop]
-        cuts: list[StageCut] = []
+        events = [Event(block.stop)]
         for _ in range(ROUNDS):
-            model = stage_model(closed, peak_bytes, events, cuts)
-            keep = model.keep[events.index(block.stop)]
+            model = stage_model(closed, peak_bytes, events)
+            keep = model.keep[events.index(Event(block.stop))]
             unit = max(1, saved_bytes)
             counted = [(k, graph.values[x].size_bytes / unit) for x, k in keep.items() if graph.producer[x] != block.stop]
             model.milp.at_most(saved_bytes / unit, counted)
@@ -195,16 +194,15 @@ class BlockSolver:
             self.cut_short |= answer.outcome is Outcome.STOPPED
             if answer.values is None:
                 return None, answer.outcome is Outcome.INFEASIBLE
-            runs = fitting_walk(model, answer, graph, peak_bytes)
-            schedule = with_frees(graph, runs)
-            trace = simulate(graph, schedule)
+            found = walk(model, answer)
+            runs = found.runs
+            trace = simulate(graph, with_frees(graph, runs))
             if trace.peak_bytes <= peak_bytes:
                 return runs, answer.outcome is Outcome.SOLVED
-            more_events, _, more_cuts = missing(model, answer, graph, schedule, peak_bytes, cuts, 1)
-            if not more_events and not more_cuts:
+            more, _ = missing(model, graph, found, peak_bytes, 1)
+            if not more:
                 break
-            events = sorted((*events, *more_events))
-            cuts += more_cuts
+            events = sorted((*events, *more))
             if time.perf_counter() > deadline:
                 self.cut_short = True
                 break

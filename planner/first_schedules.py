@@ -11,7 +11,7 @@ from planner.block_chain import block_schedule, is_chain
 from planner.order_search import anneal_on
 from planner.pebbling import fitting, least_peak
 from planner.schedule import Schedule, computes, put_in_graph_order, with_frees
-from planner.stage_model import stage_model, walk
+from planner.stage_model import Event, stage_model, walk
 from planner.stage_search import StageSearch
 
 SHRINK = (0.97, 0.94, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5)  # budgets of the one-event MILPs that list walks follow
@@ -99,7 +99,7 @@ def _shorten(search: StageSearch) -> None:
             return
 
 
-def follow_guides(search: StageSearch, closed_graph: Graph, event: int, until: float) -> None:
+def follow_guides(search: StageSearch, closed_graph: Graph, event: Event, until: float) -> None:
     """Early schedules: list walks along what one-event MILPs at shrunk budgets would do, until some in a row are no better.
 
     None begins after ``until``.
@@ -113,7 +113,7 @@ def follow_guides(search: StageSearch, closed_graph: Graph, event: int, until: f
         )
         if answer.values is None or search.done() or time.perf_counter() >= until:
             return
-        search.follow(walk(model, model.kept(answer)))
+        search.follow(walk(model, answer).runs)
         idle = idle + 1 if search.time_ns is not None and search.time_ns == before_ns else 0
         if idle == IDLE_GUIDES:
             return

@@ -24,7 +24,7 @@ from planner import turns
 
 T = TypeVar("T")
 
-SAT_VARIABLES = 2_000  # 0-1 variables up to which CP-SAT is faster than HiGHS
+SAT_VARIABLES = 4_000  # 0-1 variables up to which CP-SAT is faster than HiGHS
 GRACE_SHARE, GRACE_S = 0.05, 0.5  # a solve that much later than its time limit is left behind
 
 

@@ -19,8 +19,8 @@ from planner.incumbent import Incumbent
 from planner.on_demand import walk_search
 from planner.schedule import computes, first_runs, in_graph_order, with_frees
 from planner.spans import SpanRow, relax
-from planner.stage_cuts import fitting_walk, missing, tightest
-from planner.stage_model import StageCut, stage_model, with_end
+from planner.stage_events import missing, tightest
+from planner.stage_model import stage_model, walk, with_end
 
 MOVES, MORE_MOVES = 8_000_000, 500_000  # of the first annealing; of one from a walk: many short ones find more than few long ones
 EVENTS, NEW_EVENTS = 5, 2  # of a stage model whose solution is walked, at least; added at a time, at most
@@ -106,9 +106,9 @@ def _walks(
     first = tightest(ordered)
     for share in shares:
         target_bytes = int(share * budget_bytes)
-        events, cuts, rows, found = [first], list[StageCut](), list[SpanRow](), list[int]()
+        events, rows, found = [first], list[SpanRow](), list[int]()
         while time.perf_counter() < deadline:
-            model = stage_model(closed, target_bytes, events, cuts, tiny_share=TINY_SHARE)
+            model = stage_model(closed, target_bytes, events, tiny_share=TINY_SHARE)
             answer, rows = relax(
                 model,
                 rows,
@@ -117,16 +117,14 @@ def _walks(
             )
             if answer.values is None:
                 break
-            found = fitting_walk(model, answer, ordered, target_bytes)
+            walked = walk(model, answer)
+            found = walked.runs
             if len(events) >= EVENTS:
                 break
-            more_events, _, more_cuts = missing(
-                model, answer, ordered, with_frees(ordered, found), target_bytes, cuts, NEW_EVENTS
-            )
-            if not more_events and not more_cuts:
+            more, _ = missing(model, ordered, walked, target_bytes, NEW_EVENTS)
+            if not more:
                 break
-            events = sorted((*events, *more_events))
-            cuts.extend(more_cuts)
+            events = sorted((*events, *more))
         if found:
             yield [order[v] for v in found]
 

@@ -4,35 +4,35 @@ An op that runs again by halves in two stages satisfies the rows of each stage w
 more events may be weaker than one with fewer. What cures that holds for the stages i to j taken as one: with z[v] ≤ 1 for
 "v runs again in some of them",
 
-    z[v] ≤ R[j, v] + z of the stages i to j - 1
-    K[i, x] + z[prod(x)] ≥ 1            x that an op reads which runs for the first time in these stages
-    K[i, x] + z[prod(x)] ≥ z[v]         x an input of v
-    K[i, x] + z[prod(x)] ≥ K[j+1, x]    x made by t_i or before
+    z[v] ≤ z of the stages i to j - 1 + M[j] + R[j, v]         M[j] only where u_j = v
+    K[i, x] + z[prod(x)] ≥ 1                                   x that an op reads which runs for the first time in these stages
+    K[i, x] + z[prod(x)] ≥ z[v]                                x an input of v
+    K[i, x] + z[prod(x)] + M[j+1] ≥ K[j+1, x]                  x made before stage i; M[j+1] only where u_{j+1} = prod(x)
 
 A solver that branches is the faster for all of it (``add_spans``). A large relaxation is better off without the z: they can be
 chosen if and only if no path of this kind is too short. It begins with a value that is asked for and its K[i]. At an op it either
-pays the op's R in its last stage and goes on with the stages before that, or pays the K[i] of an input and goes on with the op
-that makes it; it ends where no stage is left, or at an op that cannot run again. What it has paid is at least 1, or the K[j+1]
-that asks:
+pays the op's R in its last stage, and M at that stage's beginning, and goes on with the stages before that, or pays the K[i] of
+an input and goes on with the op that makes it; it ends where no stage is left, or at an op that cannot run again. What it has
+paid is at least 1, or the K[j+1] that asks, less its M[j+1]:
 
-    f(v, j) = min( f(v, j - 1) + R[j, v],  min over inputs x of v:  K[i, x] + f(prod(x), j) ),   f(v, i - 1) = 0
+    f(v, j) = min( f(v, j - 1) + M[j] + R[j, v],  min over inputs x of v:  K[i, x] + f(prod(x), j) )      M[j] as above
+    f(v, i) = min( R[i, v],  the same )
 
-A few hundred of these rows bind where there are tens of thousands of z, and each says the same for other events and other
-cuts, as it names ops and values and not stages.
+A few hundred of these rows bind where there are tens of thousands of z, and each says the same where there are more events.
 """
 
 from __future__ import annotations
 
+import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from threading import Event
 
 import numpy as np
 import numpy.typing as npt
 
 from planner.milp import Answer
-from planner.stage_model import StageModel, use_and_carry
+from planner.stage_model import Event, StageModel, use_and_carry
 
 # z of one model at most, where a solver branches and in a relaxation; the longest spans come first, then the shortest
 SPAN_VARIABLES, FEW_VARIABLES = 15_000, 9_000
@@ -47,9 +47,7 @@ def add_spans(model: StageModel) -> None:
     if model.spans:
         return
     count = len(model.events)
-    spans = sorted(
-        ((i, j) for i in range(count) for j in range(i + 1, count)), key=lambda s: (s[1] < count - 1, s[1] - s[0], s[0])
-    )
+    spans = sorted(_between_first_runs(model), key=lambda s: (s[1] < count - 1, s[1] - s[0], s[0]))
     room = SPAN_VARIABLES
     chosen = model.spans
     for i, j in spans:
@@ -63,6 +61,8 @@ def add_spans(model: StageModel) -> None:
             for v, parts in shorter.items():
                 if v in model.rerun[j]:
                     parts.append(model.rerun[j][v])
+                if v == model.events[j].again:
+                    parts.append(model.happens[j])
             if (i, j) in chosen:
                 span = {v: model.milp.fraction() for v in shorter}
                 for v, z in span.items():
@@ -71,20 +71,28 @@ def add_spans(model: StageModel) -> None:
                 shorter = {v: [z] for v, z in span.items()}
 
 
+def _between_first_runs(model: StageModel) -> list[tuple[int, int]]:
+    """The spans of two stages and more that neither begin nor end with a re-run: others help little, and solvers pay for them."""
+    first_runs = [j for j, event in enumerate(model.events) if not event.is_rerun]
+    ends = [*(j - 1 for j in first_runs), len(model.events) - 1]
+    return [(i, j) for i in first_runs for j in ends if i < j]
+
+
 @dataclass(frozen=True, slots=True)
 class SpanRow:
     """A path: its K and R are together at least 1, or as much as a later K.
 
     start   the event whose K are summed
     kept    their values
-    runs    ops and the events between which their R are summed
+    runs    ops and the events between which their R and M are summed. What runs at the first of the two has its inputs at the end
+            of the stage before, so that its M need not be paid as well
     wanted  value and event of the later K; None where an op reads the value that runs for the first time
     """
 
-    start: int
+    start: Event
     kept: tuple[int, ...]
-    runs: tuple[tuple[int, int, int], ...]
-    wanted: tuple[int, int] | None
+    runs: tuple[tuple[int, Event, Event], ...]
+    wanted: tuple[int, Event] | None
 
 
 def relax(
@@ -93,15 +101,14 @@ def relax(
     *,
     time_limit_s: float,
     least_rise: float = 0.0,
-    meanwhile: Callable[[Event], None] | None = None,
+    meanwhile: Callable[[threading.Event], None] | None = None,
 ) -> tuple[Answer, list[SpanRow]]:
     """Solve the relaxation of a model with its spans: with all of them where they are few, else with the rows that matter.
 
     rows        to begin with, as found for other models of the graph; those that bind come with the answer
     least_rise  no other rows are looked for once ``PATIENCE`` solves have raised the cost by no more than this
     """
-    count = len(model.events)
-    if sum((count - 1 - i) * len(rerun) for i, rerun in enumerate(model.rerun)) <= FEW_VARIABLES:
+    if sum(len(model.rerun[i]) for i, _ in _between_first_runs(model)) <= FEW_VARIABLES:
         add_spans(model)
         return model.milp.relax(time_limit_s=time_limit_s, meanwhile=meanwhile), list(rows)
     spans = _Spans(model)
@@ -129,12 +136,16 @@ class _Spans:
         self.rows: dict[SpanRow, int] = {}
         graph, events = model.graph, model.events
         self._stage = {t: j for j, t in enumerate(events)}
-        self._ends = (*events[1:], len(graph.ops) - 1)  # of the stages
+        self._ends = (*events[1:], Event(len(graph.ops) - 1))  # of the stages
         self._keep = np.full((len(events), len(graph.values)), -1)  # variables, -1 for none
         self._rerun = np.full((len(events), len(graph.ops)), -1)
         for j, (keep, rerun) in enumerate(zip(model.keep, model.rerun, strict=True)):
             self._keep[j, list(keep)] = list(keep.values())
             self._rerun[j, list(rerun)] = list(rerun.values())
+        self._happens = np.full((len(events), len(graph.ops)), -1)
+        for j, event in enumerate(events):
+            if event.is_rerun:
+                self._happens[j, event.again] = model.happens[j]
         is_kept = np.any(self._keep >= 0, axis=0)
         self._ops = np.flatnonzero(np.any(self._rerun >= 0, axis=0)).tolist()  # that can run again
         self._place = np.full(len(graph.ops), -1)  # of an op among these, -1 for others
@@ -154,12 +165,13 @@ class _Spans:
 
         can_rerun = self._place[list(graph.producer)] >= 0
         can_rerun[np.array(graph.producer) < 0] = False
-        for i, (t, keep) in enumerate(zip(self.model.events, self.model.keep, strict=True)):
+        ends = [event.done for event in self._ends]
+        for i, (event, keep) in enumerate(zip(self.model.events, self.model.keep, strict=True)):
             for x in keep:
                 readers = graph.consumers[x]
-                at = bisect_right(readers, t)
+                at = bisect_right(readers, event.done)
                 if at < len(readers):
-                    first[i, x] = int(np.searchsorted(self._ends, readers[at]))
+                    first[i, x] = int(np.searchsorted(ends, readers[at]))
             for j in range(i + 1, count):
                 read = np.flatnonzero((self._keep[i] >= 0) & (first[i] == j) & can_rerun)
                 ask(i, j, read, np.full(len(read), -1))
@@ -174,10 +186,13 @@ class _Spans:
             return []
         x = np.array([*values, 0.0, np.inf])  # the last two for what has no variable: no run, and no way to keep
         kept, again = x[np.where(self._keep < 0, -1, self._keep)], x[np.where(self._rerun < 0, -2, self._rerun)]
-        paid = self._paid(kept, again)
+        happens = x[np.where(self._happens < 0, -2, self._happens)]
+        paid = self._paid(kept, again, happens)
         i, j, asked, wanted = self._asked
-        maker = self._place[np.array(self.model.graph.producer)[asked]]
-        short = np.where(wanted < 0, 1.0, x[wanted]) - kept[i, asked] - paid[maker, i, j]
+        op = np.array(self.model.graph.producer)[asked]
+        maker = self._place[op]
+        at_end = np.where(wanted < 0, 0.0, happens[np.minimum(j + 1, len(happens) - 1), op])
+        short = np.where(wanted < 0, 1.0, x[wanted]) - at_end - kept[i, asked] - paid[maker, i, j]
         worst = np.argsort(-short, kind="stable")[: np.count_nonzero(short > BROKEN)]
         rows: dict[tuple[int, int], SpanRow] = {}
         for n in worst.tolist():
@@ -185,18 +200,20 @@ class _Spans:
                 break
             start, value = int(i[n]), int(asked[n])
             if (start, value) not in rows:
-                kept_on, runs = self._path(kept[start], again, paid[:, start], start, int(j[n]), int(maker[n]))
+                kept_on, runs = self._path(kept[start], again, happens, paid[:, start], start, int(j[n]), int(maker[n]))
                 later = (value, self.model.events[j[n] + 1]) if wanted[n] >= 0 else None
                 rows[start, value] = SpanRow(self.model.events[start], (value, *kept_on), runs, later)
         return list(rows.values())
 
-    def _paid(self, kept: npt.NDArray[np.float64], again: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """f, by op, first and last stage. Within a span, f(v, j) = C(j) + min(-C(i - 1), min over l ≤ j: b(l) - C(l)) with sums C
-        of R over stages and b what the inputs cost."""
+    def _paid(
+        self, kept: npt.NDArray[np.float64], again: npt.NDArray[np.float64], happens: npt.NDArray[np.float64]
+    ) -> npt.NDArray[np.float64]:
+        """f, by op, first and last stage. Within a span, f(v, j) = C(j) + min(R(i) - C(i), min over l ≤ j: b(l) - C(l)) with sums
+        C of R and M over stages and b what the inputs cost."""
         count = len(again)
         paid = np.zeros((len(self._ops), count, count))
         stages = np.arange(count)
-        sums = np.cumsum(again, axis=0)
+        sums = np.cumsum(again + happens, axis=0)
         for n, (v, inputs) in enumerate(zip(self._ops, self._inputs, strict=True)):
             through = np.full((count, count), np.inf)
             for x, maker in inputs:
@@ -208,14 +225,21 @@ class _Spans:
         return paid
 
     def _path(
-        self, kept: npt.NDArray[np.float64], again: npt.NDArray[np.float64], paid: npt.NDArray[np.float64], i: int, j: int, n: int
-    ) -> tuple[list[int], tuple[tuple[int, int, int], ...]]:
+        self,
+        kept: npt.NDArray[np.float64],
+        again: npt.NDArray[np.float64],
+        happens: npt.NDArray[np.float64],
+        paid: npt.NDArray[np.float64],
+        i: int,
+        j: int,
+        n: int,
+    ) -> tuple[list[int], tuple[tuple[int, Event, Event], ...]]:
         """The path that costs least from the op at place n on, in the stages i to j: the values it keeps, and what it runs.
 
         kept, paid  K and f of the spans that begin with stage i
         """
         events = self.model.events
-        values, runs = list[int](), list[tuple[int, int, int]]()
+        values, runs = list[int](), list[tuple[int, Event, Event]]()
         last = j
         while j >= i and n >= 0:
             v = self._ops[n]
@@ -223,7 +247,7 @@ class _Spans:
                 ((kept[x] + (paid[maker, j] if maker >= 0 else 0.0), x, maker) for x, maker in self._inputs[n]),
                 default=(np.inf, -1, -1),
             )
-            goes_on = (paid[n, j - 1] if j > i else 0.0) + again[j, v] > least
+            goes_on = (paid[n, j - 1] + happens[j, v] if j > i else 0.0) + again[j, v] > least
             if not goes_on:
                 j -= 1
             if last > j and (goes_on or j < i):
@@ -253,9 +277,13 @@ class _Spans:
         for v, begin, end in row.runs:
             stages = zip(self.model.rerun, self.model.events, self._ends, strict=True)
             plus += [rerun[v] for rerun, t, until in stages if t < end and until > begin and v in rerun]
+            events = zip(self.model.happens, self.model.events, strict=True)
+            plus += [m for m, t in events if begin < t < end and t.again == v]
         if row.wanted is not None:
             x, event = row.wanted
             if event not in self._stage or x not in self.model.keep[self._stage[event]]:
                 return None
+            if event.again == self.model.graph.producer[x]:
+                plus.append(self.model.happens[self._stage[event]])
             minus.append(self.model.keep[self._stage[event]][x])
         return plus, minus

@@ -1,34 +1,34 @@
-"""The rematerialization MILP with stages at a few events t_1 < … < t_k, and the way from its solution to a sequence.
+"""The rematerialization MILP with stages between a few events, and the way from its solution to a sequence.
 
 Ops are numbered in the order of their first executions; the last op is an end that reads the graph's outputs
-(``with_end``). Stage j is what happens after t_j's first execution and up to t_{j+1}'s (stage k: to the end). ``first
-use`` means: by an op that runs for the first time in the stage.
+(``with_end``). Event j is the first execution of an op t_j or, between two of these, the last re-run of an op before the
+next event: that splits a stage in which ops only run again, at a moment when something is known to be in memory. Where the op
+does not run there, the event is the moment right after the one before it. Stage j is what happens after event j and before
+event j + 1; the last one goes to the end. ``first use`` means: by an op that runs for the first time in the stage or at its end.
 
-    K[j, x] ∈ {0, 1}   value x is in memory when t_j has just run, its inputs not yet freed
-    R[j, v] ∈ {0, 1}   op v ≤ t_j runs again in stage j
-    C[j, x] ∈ [0, 1]   value x stays in memory all the stage long
-    A[j, v] ∈ {0, 1}   op v runs at least twice in stage j (where a cut says something about it); costs time(v) once more
+    K[j, x] ∈ {0, 1}   value x is in memory when the op of event j has just run, its inputs not yet freed
+    R[j, v] ∈ {0, 1}   op v runs again in stage j
+    M[j]    ∈ {0, 1}   the op u_j of event j runs again there; M = 0 in the rows below for what is not such an event
 
-    minimise   Σ time(v) · R[j, v]
-    memory     Σ_x bytes(x) · K[j, x] + workspace(t_j) + resident ≤ budget      each j
-    running    K[j, x] = 1                          inputs and outputs x of t_j
-    first use  K[j, x] + R[j, prod(x)] ≥ 1          x made by t_j or before
-    re-use     K[j, x] + R[j, prod(x)] ≥ R[j, v]    x an input of v
-    carry      K[j, x] + R[j, prod(x)] ≥ K[j+1, x]  x made by t_j or before
-    cuts       Σ bytes(x) · C[j, x] + peak · Y + resident ≤ budget     over x that ``peak`` does not count, see ``StageCut``
-               Y ≥ 1 − the number of facts that do not hold
-               C[j, x] ≥ K[j+1, x] − R[j, prod(x)];  C[j, x] ≥ 1 − R[j, prod(x)] where t_{j+1} reads x
+    minimise   Σ time(v) · R[j, v] + Σ time(u_j) · M[j]
+    memory     Σ_x bytes(x) · K[j, x] + workspace(t_j) + resident ≤ budget      each j; workspace(u_j) · M[j] for a re-run
+    running    K[j, x] = 1                              inputs and outputs x of t_j; K[j, x] ≥ M[j] for those of u_j
+    first use  K[j, x] + R[j, prod(x)] ≥ 1              x made before stage j
+    re-use     K[j, x] + R[j, prod(x)] ≥ R[j, v]        x an input of v
+    carry      K[j, x] + R[j, prod(x)] + M[j+1] ≥ K[j+1, x]      x made before stage j; M[j+1] only where u_{j+1} = prod(x)
+    last       R[j, v] = 0                              after the last re-run of v, until the event that was next
+    nothing    R[j-1, u_j] ≤ M[j];  M[j-1] ≤ M[j]       a re-run; where event j - 1 was put before it
 
 This is Checkmate's MILP (Jain et al., MLSys 2020, eq. 9), for values instead of ops, with most stages and memory rows left
-out, and with cuts for what happens between events. Every schedule with this order of first executions satisfies all rows, so
-the optimum bounds its extra time from below, for any events and cuts. (Checkmate's own rows for memory between two first
-executions hold where every op runs again at most once there, in op order.)
+out, and with others inside of its stages. Every schedule with this order of first executions satisfies all rows, so the optimum
+bounds its extra time from below, for any events, and however often an op runs again between two first executions. (Checkmate's
+own rows for memory there hold where every op runs again at most once, in op order.)
 
 Its relaxation needs rows on several stages in a row as well, and so does whoever solves it (``planner.spans``).
 
-What cannot matter has no variable: an op with an effect has no R; a value that nothing after t_j can need, not even through
-re-runs, no K. Values that are tiny even all together count as kept for free (the bound stays a bound). Where there are no
-cuts, K is 0 for a value that is kept only to make something no larger from it alone: keep that instead (``_passing``).
+What cannot matter has no variable: an op with an effect has no R; a value that nothing after event j can need, not even through
+re-runs, no K. Values that are tiny even all together count as kept for free (the bound stays a bound). Where all events are first
+executions, K is 0 for a value that is kept only to make something no larger from it alone: keep that instead (``_passing``).
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from graphs.ir import Graph, Op
 from planner.milp import Answer, Milp
@@ -44,27 +45,31 @@ SCALE = 1e6  # times and bytes are divided so that totals are about this; HiGHS 
 TINY = 1e-5  # share of the budget that all values without variables may take together where the last bit of a bound counts
 
 
-@dataclass(frozen=True, slots=True)
-class StageCut:
-    """Facts about the stage that ends with the first execution of op ``w``, and how much memory they take in any order.
+class Event(NamedTuple):
+    """The first execution of an op or, between two of these, the last re-run of one.
 
-    runs    ops that run again in the stage, at least once each
-    ends    what they make that is in memory when w has run; what w reads is in any case
-    stays   ops that do not run again in the stage, so what they made is there until the last of ``runs`` that reads it
-    once    of ``runs``: not twice
-    absent  what these make that is not in memory when the stage begins
-    peak_bytes  the least peak of ``counted`` values and of workspace, over all orders in which ``runs`` can run for the last time
-    counted     their inputs and outputs, but for what stays in memory all the stage long, where the cut was found
+    at     op t runs for the first time at t; between t and t + 1 ops only run again
+    again  the op whose last run before ``until`` this is; -1 for a first execution
+    until  where the event is that came next when this one was put before it
     """
 
-    w: int
-    runs: tuple[int, ...]
-    ends: tuple[int, ...]
-    stays: tuple[int, ...]
-    once: tuple[int, ...]
-    absent: tuple[int, ...]
-    peak_bytes: int
-    counted: frozenset[int]
+    at: float
+    again: int = -1
+    until: float = math.inf
+
+    @property
+    def done(self) -> int:
+        """The last op that has run for the first time."""
+        return int(self.at)
+
+    @property
+    def is_rerun(self) -> bool:
+        return self.again >= 0
+
+    @property
+    def op(self) -> int:
+        """The op that runs."""
+        return self.again if self.is_rerun else self.done
 
 
 def with_end(graph: Graph) -> Graph:
@@ -80,7 +85,7 @@ class StageModel:
     """The MILP of one set of events.
 
     keep, rerun  for each stage, the variable number of each value's K and of each op's R
-    twice        and of the A of ops that cuts say something about
+    happens      for each event, that of its M; -1 for a first execution
     memory       the number of each event's memory row
     spans        from stage to stage, those that have variables (``planner.spans``)
     tiny         values without variables because of their size
@@ -88,21 +93,27 @@ class StageModel:
     """
 
     graph: Graph
-    events: tuple[int, ...]
+    events: tuple[Event, ...]
     milp: Milp
     keep: tuple[dict[int, int], ...]
     rerun: tuple[dict[int, int], ...]
-    twice: tuple[dict[int, int], ...]
+    happens: tuple[int, ...]
     memory: list[int]
     spans: set[tuple[int, int]]
     tiny: frozenset[int]
     unit_ns: float
 
     def kept(self, answer: Answer) -> list[frozenset[int]]:
-        """For each stage, the values its solution keeps in memory."""
+        """For each event, the values that its solution has in memory."""
         assert answer.values is not None
         values = answer.values
         return [frozenset(x for x, k in keep.items() if values[k] > 0.5) for keep in self.keep]
+
+    def happening(self, answer: Answer) -> list[bool]:
+        """For each event, whether its op runs in the solution."""
+        assert answer.values is not None
+        values = answer.values
+        return [m < 0 or values[m] > 0.5 for m in self.happens]
 
     def bound_ns(self, answer: Answer) -> int | None:
         """Proved least time, rounded so that it stays a bound; None where nothing was proved."""
@@ -114,11 +125,9 @@ class StageModel:
         return self.graph.keep_all_time_ns + max(0, math.ceil(extra_ns / grain) * grain)
 
 
-def stage_model(
-    graph: Graph, budget_bytes: int, events: Sequence[int], cuts: Sequence[StageCut] = (), *, tiny_share: float = TINY
-) -> StageModel:
-    """Build the MILP of a graph with an end, for stages at ``events`` (ascending), and with ``cuts``, each at one of them;
-    at the first one, where no stage ends, they say nothing.
+def stage_model(graph: Graph, budget_bytes: int, events: Sequence[Event], *, tiny_share: float = TINY) -> StageModel:
+    """Build the MILP of a graph with an end, for stages between ``events`` (ascending). With a re-run between t and t + 1, the
+    first executions of these are events too.
 
     tiny_share  of the budget, what all values without variables may take together
     """
@@ -128,32 +137,64 @@ def stage_model(
     unit_ns = _unit((op.time_ns for op in graph.ops), graph.keep_all_time_ns)
     unit_bytes = _unit(size, budget_bytes)
     tiny = _tiny(graph, tiny_share * budget_bytes)
-    needed = [_needed(graph, t, tiny) for t in events]
-    running = [{x for x in (*graph.ops[t].inputs, *graph.ops[t].outputs) if producer[x] >= 0} for t in events]
+    needed_after = {t: _needed(graph, t, tiny) for t in {event.done for event in events}}
+    needed = [needed_after[event.done] for event in events]
+    ops = [graph.ops[event.op] for event in events]
+    running = [{x for x in (*op.inputs, *op.outputs) if producer[x] >= 0} for op in ops]
 
-    # Variables, with the running rows as lower bounds of K.
-    passing = {} if cuts else _passing(graph)
+    # Variables, with the running rows of first executions as lower bounds of K.
+    passing = {} if any(event.is_rerun for event in events) else _passing(graph)
     keep = tuple(
-        {x: milp.binary(lower=float(x in running[j]), upper=float(passing.get(x, t) >= t)) for x in sorted(needed[j])}
-        for j, t in enumerate(events)
+        {
+            x: milp.binary(
+                lower=float(x in running[j] and not event.is_rerun), upper=float(passing.get(x, event.done) >= event.done)
+            )
+            for x in sorted(needed[j])
+        }
+        for j, event in enumerate(events)
     )
     rerun = tuple(
-        {v: milp.binary(cost=graph.ops[v].time_ns / unit_ns) for v in makers if not graph.ops[v].effect}
-        for makers in (sorted({producer[x] for x in need}) for need in needed)
+        {
+            v: milp.binary(cost=graph.ops[v].time_ns / unit_ns, upper=float(v not in over))
+            for v in sorted({producer[x] for x in need})
+            if not graph.ops[v].effect
+        }
+        for need, over in zip(needed, _over(events), strict=True)
     )
-    twice: tuple[dict[int, int], ...] = tuple({} for _ in events)
-    model = StageModel(graph, tuple(events), milp, keep, rerun, twice, [], set(), tiny, unit_ns)
+    happens = tuple(milp.binary(cost=op.time_ns / unit_ns) if e.is_rerun else -1 for e, op in zip(events, ops, strict=True))
+    model = StageModel(graph, tuple(events), milp, keep, rerun, happens, [], set(), tiny, unit_ns)
 
-    for j, t in enumerate(events):
-        # What runs at t_j and is dead afterwards has no variable, but is there.
-        dead = sum(size[x] for x in running[j] - needed[j])
-        fixed = graph.resident_bytes + graph.ops[t].workspace_bytes + dead
+    for j, event in enumerate(events):
+        room_bytes = budget_bytes - graph.resident_bytes
+        # What is dead as soon as it is made has no variable, but is there.
+        extra_bytes = ops[j].workspace_bytes + sum(size[x] for x in running[j] - needed[j])
+        terms = [(k, size[x] / unit_bytes) for x, k in keep[j].items()]
+        if event.is_rerun:
+            terms += [(happens[j], extra_bytes / unit_bytes)] if extra_bytes else []
+            _last_rerun(model, j, running[j] & needed[j])
+        else:
+            room_bytes -= extra_bytes
         model.memory.append(len(milp.row_lower))
-        milp.at_most((budget_bytes - fixed) / unit_bytes, [(k, size[x] / unit_bytes) for x, k in keep[j].items()])
+        milp.at_most(room_bytes / unit_bytes, terms)
         use_and_carry(model, j, j, rerun[j])
-    for w in sorted({cut.w for cut in cuts if cut.w != events[0]}):
-        _cut(model, w, [cut for cut in cuts if cut.w == w], budget_bytes, unit_bytes)
     return model
+
+
+def _last_rerun(model: StageModel, j: int, running: Iterable[int]) -> None:
+    """The rows running and nothing of an event that is a re-run."""
+    event, before, happens = model.events[j], model.events[j - 1], model.happens
+    for x in sorted(running):
+        model.milp.at_least(0.0, [model.keep[j][x]], [happens[j]])
+    if event.again in model.rerun[j - 1]:
+        model.milp.at_least(0.0, [happens[j]], [model.rerun[j - 1][event.again]])
+    if before.is_rerun and before.until <= event.at:
+        model.milp.at_least(0.0, [happens[j]], [happens[j - 1]])
+
+
+def _over(events: Sequence[Event]) -> list[set[int]]:
+    """For each stage, the ops that do not run in it, as it is after their last run."""
+    ends = [*(event.at for event in events[1:]), math.inf]
+    return [{e.again for e in events[: j + 1] if e.is_rerun and end <= e.until} for j, end in enumerate(ends)]
 
 
 def use_and_carry(model: StageModel, i: int, j: int, again: Mapping[int, int]) -> None:
@@ -163,9 +204,9 @@ def use_and_carry(model: StageModel, i: int, j: int, again: Mapping[int, int]) -
     """
     graph, milp, keep = model.graph, model.milp, model.keep[i]
     is_last = j + 1 == len(model.events)
-    until = len(graph.ops) - 1 if is_last else model.events[j + 1]
+    until = len(graph.ops) - 1 if is_last else model.events[j + 1].done
     have = {x: [k] if (r := again.get(graph.producer[x])) is None else [k, r] for x, k in keep.items()}
-    used = {x for u in range(model.events[i] + 1, until + 1) for x in graph.ops[u].inputs if x in keep}
+    used = {x for u in range(model.events[i].done + 1, until + 1) for x in graph.ops[u].inputs if x in keep}
     for x in sorted(used):
         milp.at_least(1.0, have[x])
     for v, run in again.items():
@@ -173,58 +214,42 @@ def use_and_carry(model: StageModel, i: int, j: int, again: Mapping[int, int]) -
             if x in keep and x not in used:
                 milp.at_least(0.0, have[x], [run])
     if not is_last:
+        last = model.events[j + 1].again
         for x, later in model.keep[j + 1].items():
             if x in keep and x not in used:
-                milp.at_least(0.0, have[x], [later])
+                milp.at_least(0.0, [*have[x], model.happens[j + 1]] if graph.producer[x] == last else have[x], [later])
 
 
-def _cut(model: StageModel, w: int, cuts: Sequence[StageCut], budget_bytes: int, unit_bytes: float) -> None:
-    """The cuts for the stage that ends with the first execution of ``w``."""
-    graph, milp = model.graph, model.milp
-    j = model.events.index(w) - 1
-    keep, rerun, after = model.keep[j], model.rerun[j], model.keep[j + 1]
-    reads = set(graph.ops[w].inputs)
-    stays = {}  # C; where x is neither kept nor read at the end, it would be 0
-    for x in keep:
-        if x in after or x in reads:
-            stays[x] = milp.fraction()
-            remade = [rerun[graph.producer[x]]] if graph.producer[x] in rerun else []
-            milp.at_least(float(x in reads), [stays[x], *remade], [] if x in reads else [after[x]])
-    twice = model.twice[j]
-    for v in sorted({v for cut in cuts for v in cut.once}):
-        twice[v] = milp.binary(cost=graph.ops[v].time_ns / model.unit_ns)
-    for cut in cuts:
-        if not set(cut.runs).issubset(rerun):
-            continue
-        hold = [*(rerun[v] for v in cut.runs), *(after[x] for x in cut.ends if x not in reads)]
-        fail = [
-            *(rerun[v] for v in cut.stays if v in rerun),
-            *(twice[v] for v in cut.once),
-            *(keep[x] for x in cut.absent if x in keep),
-        ]
-        all_hold = hold[0]
-        if len(hold) + len(fail) > 1:
-            all_hold = milp.fraction()
-            milp.at_least(1.0 - len(hold), [all_hold, *fail], hold)
-        terms = [(c, graph.values[x].size_bytes / unit_bytes) for x, c in stays.items() if x not in cut.counted]
-        milp.at_most((budget_bytes - graph.resident_bytes) / unit_bytes, [(all_hold, cut.peak_bytes / unit_bytes), *terms])
+@dataclass(frozen=True, slots=True)
+class Walk:
+    """The sequence of ops that a solution stands for, without the end.
 
-
-def walk(model: StageModel, kept: Sequence[frozenset[int]], orders: Mapping[int, Sequence[int]] | None = None) -> list[int]:
-    """The sequence of ops that a solution stands for: each lost op again just before it is needed. Without the end.
-
-    Entering stage j exactly ``kept[j]`` counts as present. Before an op runs, it re-runs what is missing, inputs first, in op
-    order; before event t_{j+1} also what ``kept[j + 1]`` wants. Whether that fits the budget is for ``simulate`` to say.
-
-    orders  before which ops to run which re-runs in another order, as far as their inputs allow
+    stages  for each run, the number of the event at which it happens, or which comes next
     """
-    graph, producer = model.graph, model.graph.producer
+
+    runs: list[int]
+    stages: list[int]
+
+
+def walk(model: StageModel, answer: Answer) -> Walk:
+    """The sequence of ops that a solution stands for: each lost op again just before it is needed.
+
+    After event j exactly what the solution keeps counts as present. Before an op runs, it re-runs what is missing, inputs first,
+    in op order; before an event also what is kept after it. Whether that fits the budget is for ``simulate`` to say.
+    """
+    graph, producer, events = model.graph, model.graph.producer, model.events
     present = set(graph.resident)
     # What cannot be made again stays, though half a variable (of a relaxation) may say that it does not.
     stays = {x for op in graph.ops if op.effect for x in op.outputs}
     runs: list[int] = []
+    stages: list[int] = []
 
-    def make(values: Iterable[int], first: Sequence[int] = ()) -> None:
+    def run(v: int) -> None:
+        runs.append(v)
+        stages.append(stage)
+        present.update(graph.ops[v].outputs)
+
+    def make(values: Iterable[int]) -> None:
         missing: set[int] = set()
         todo = [producer[x] for x in values if x not in present]
         while todo:
@@ -232,28 +257,27 @@ def walk(model: StageModel, kept: Sequence[frozenset[int]], orders: Mapping[int,
             if v not in missing:
                 missing.add(v)
                 todo.extend(producer[x] for x in graph.ops[v].inputs if x not in present)
-        todo = [*sorted(missing.difference(first), reverse=True), *(v for v in reversed(first) if v in missing)]
-        while todo:
-            v = todo.pop()
-            if v in missing:
-                before = [producer[x] for x in graph.ops[v].inputs if producer[x] in missing]
-                if before:
-                    todo += [v, *sorted(before, reverse=True)]
-                    continue
-                missing.discard(v)
-                runs.append(v)
-                present.update(graph.ops[v].outputs)
+        for v in sorted(missing):  # inputs are made by ops before
+            run(v)
 
-    stage_after = {t: j for j, t in enumerate(model.events)}
+    stage = 0
+    kept, happening = model.kept(answer), model.happening(answer)
     for i, op in enumerate(graph.ops):
-        j = stage_after.get(i)
-        first = () if orders is None else orders.get(i, ())
-        make(op.inputs if j is None else {*op.inputs, *(x for x in kept[j] if producer[x] < i)}, first)
-        runs.append(i)
-        if j is not None:
-            present.intersection_update({*graph.resident, *kept[j], *model.tiny, *op.inputs, *stays})
-        present.update(op.outputs)
-    return runs[:-1]
+        while stage < len(events) and events[stage].at <= i:
+            at = graph.ops[events[stage].op] if happening[stage] else None
+            held = {*graph.resident, *kept[stage], *model.tiny, *stays}
+            if at is None:
+                make(kept[stage])
+            else:
+                make({*at.inputs, *kept[stage].difference(at.outputs)})
+                run(events[stage].op)
+                held.update(at.inputs, at.outputs)
+            present.intersection_update(held)
+            stage += 1
+        if not stage or events[stage - 1] != Event(i):
+            make(op.inputs)
+            run(i)
+    return Walk(runs[:-1], stages[:-1])
 
 
 def _passing(graph: Graph) -> dict[int, int]:

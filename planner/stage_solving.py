@@ -12,7 +12,7 @@ from typing import Any
 from planner.milp import Answer, Outcome
 from planner.on_demand import sat_minimise
 from planner.spans import SpanRow, relax
-from planner.stage_model import StageModel
+from planner.stage_model import Event, StageModel
 from planner.stage_search import StageSearch
 
 # Ops that list walks run while a MILP is solved: about what it takes as long as, which grows with its variables, faster than they
@@ -23,6 +23,7 @@ RELAXED_WORK, ANNEALED_RELAXED = 2_000, 12_000  # while its relaxation is solved
 # Each relaxation may take this share of the time left. So many in a row that raise the bound by less than this share of its
 # distance to the incumbent, and a MILP is solved.
 RELAX_SHARE, STALLED, CLIMB = 0.6, 2, 0.005
+SMALL = 2_000  # whole ones up to which a MILP is solved as soon as its relaxation
 LEAST_RISE = 0.001  # and new rows on spans that raise it by less are the last ones
 # Nearness to a whole number; the share of variables that are not which a solution may have, and in models with so many whole ones
 # where a relaxation has raised the bound by this share of its distance
@@ -50,7 +51,7 @@ def solve_relaxed(
     It takes a tenth of the MILP's time. Where most of its solution is whole, or the bound is far away, events for what that
     overflows, rounded, raise the bound as well. That nothing fits is for the MILP to say.
     """
-    if not search.relaxes or search.stalled == STALLED or model.milp.is_for_sat:
+    if not search.relaxes or search.stalled == STALLED or sum(model.milp.integer) <= SMALL:
         search.stalled = 0
         return None, rows
     before_ns = search.searched_ns
@@ -77,7 +78,7 @@ def solve_relaxed(
     return answer if share <= most else None, rows
 
 
-def idle_events(model: StageModel, answer: Answer) -> list[int]:
+def idle_events(model: StageModel, answer: Answer) -> list[Event]:
     """Events whose memory rows do not bind a relaxation: without them its optimum is the same."""
     duals = answer.duals or []
     return [t for t, row in zip(model.events, model.memory, strict=True) if row < len(duals) and abs(duals[row]) < SLACK]

@@ -1,16 +1,16 @@
 """Cutting stages: against brute force, against published optima, and its promises about time and interruption."""
 
 import math
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from random import Random
-from threading import Event
 from typing import Any
 
 import pytest
 
-import planner.stage_cuts
+import planner.stage_events
 import planner.stage_model
 from graphs import Graph, Op, Value
 from graphs.importers import load_checkmate
@@ -36,7 +36,7 @@ from planner.milp import Answer, Milp, Outcome
 from planner.pebbling import least_peak
 from planner.schedule import computes, first_runs, with_frees
 from planner.smallest import smallest_known
-from planner.stage_model import stage_model, with_end
+from planner.stage_model import Event, stage_model, with_end
 from planner.stage_search import StageSearch
 from tests.clock import stopwatch
 from tests.interruption import interrupted
@@ -178,13 +178,13 @@ def test_vgg16_in_seven_gigabytes_is_refused(data: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "part", ["CP-SAT", "HiGHS", "passing", "blocks", "cuts", "relaxations", "whole ones only", "small values", "first efforts"]
+    "part", ["CP-SAT", "HiGHS", "passing", "blocks", "re-runs", "relaxations", "whole ones only", "small values", "first efforts"]
 )
 def test_without_some_part_the_optimum_is_the_same(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if part == "passing":
         monkeypatch.setattr(planner.stage_model, "_passing", lambda graph: {})
-    elif part == "cuts":
-        monkeypatch.setattr(planner.stage_cuts, "broken_cut", lambda *_: None)
+    elif part == "re-runs":  # as events
+        monkeypatch.setattr(planner.stage_events, "_before", lambda *_: None)
     elif part == "blocks":
         monkeypatch.setattr(first_schedules, "is_chain", lambda graph: False)
     elif part == "first efforts":  # they find nothing
@@ -194,6 +194,7 @@ def test_without_some_part_the_optimum_is_the_same(part: str, monkeypatch: pytes
         monkeypatch.setattr(cutting_stages, "MOST_TINY", 0.5)
     else:
         monkeypatch.setattr(milp, "SAT_VARIABLES", 10**9 if part == "HiGHS" else 0)
+        monkeypatch.setattr(stage_solving, "SMALL", 10**9 if part == "HiGHS" else 0)
     if part == "relaxations":
         monkeypatch.setattr(cutting_stages, "solve_relaxed", lambda search, model, rows, *_: (None, rows))
     elif part == "whole ones only":
@@ -218,8 +219,8 @@ def test_without_some_part_the_optimum_is_the_same(part: str, monkeypatch: pytes
             proved += found.bound_ns == best[0]
             in_rounds += found.time_ns == best[0] and found.notes["rounds"] > 1 if "rounds" in found.notes else 0
     assert checked >= 35
-    assert in_rounds >= 8 or part == "cuts"
-    assert proved == checked or part == "cuts"
+    assert in_rounds >= 8 or part == "re-runs"
+    assert proved == checked or part == "re-runs"
 
 
 def test_relaxations_find_events_before_any_milp_does(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,6 +239,7 @@ def test_relaxations_find_events_before_any_milp_does(monkeypatch: pytest.Monkey
         return Answer(Outcome.STOPPED, None, math.inf, -math.inf)
 
     monkeypatch.setattr(milp, "SAT_VARIABLES", 0)
+    monkeypatch.setattr(stage_solving, "SMALL", 0)
     monkeypatch.setattr(stage_solving, "PARTS", 1.0)
     monkeypatch.setattr(Milp, "relax", relax)
     first = Milp.minimise
@@ -261,6 +263,7 @@ def test_second_events_stay_where_they_raise_the_bound(helps: bool, monkeypatch:
         return answer
 
     monkeypatch.setattr(milp, "SAT_VARIABLES", 0)
+    monkeypatch.setattr(stage_solving, "SMALL", 0)
     monkeypatch.setattr(stage_solving, "PARTS", 1.0)
     monkeypatch.setattr(stage_solving, "MOST_PARTS", 1.0)
     monkeypatch.setattr(cutting_stages, "solve_relaxed", relax)
@@ -274,6 +277,7 @@ def test_that_nothing_fits_is_not_for_a_relaxation_to_say(monkeypatch: pytest.Mo
     graph = random_training(20, 1)
     budget_bytes = int(0.7 * simulate(graph, keep_all(graph)).peak_bytes)
     monkeypatch.setattr(milp, "SAT_VARIABLES", 0)
+    monkeypatch.setattr(stage_solving, "SMALL", 0)
     asked = []
 
     def relax(milp: Milp, **_: object) -> Answer:
@@ -293,7 +297,7 @@ def test_what_only_passes_on_need_not_be_kept(monkeypatch: pytest.MonkeyPatch) -
         graph = with_end(random_passing(seed))
         draw = Random(seed)
         budget_bytes = int(draw.uniform(0.4, 0.9) * simulate(graph, keep_all(graph)).peak_bytes)
-        events = sorted(draw.sample(range(len(graph.ops) - 1), 3))
+        events = [Event(t) for t in sorted(draw.sample(range(len(graph.ops) - 1), 3))]
         costs = []
         for off in (False, True):
             with monkeypatch.context() as patched:
@@ -330,7 +334,7 @@ def test_the_bound_grows_with_the_events_and_shrinks_with_the_budget() -> None:
     middle = len(graph.ops) // 2
 
     def bound_ns(share: float, events: list[int]) -> int:
-        model = stage_model(graph, int(share * peak_bytes), events)
+        model = stage_model(graph, int(share * peak_bytes), [Event(t) for t in events])
         bound = model.bound_ns(model.milp.minimise(time_limit_s=10))
         assert bound is not None
         return bound
@@ -386,7 +390,7 @@ def test_interrupting_returns_what_was_found() -> None:
     assert interrupted(script, after_s=4) == "interrupted True"
 
 
-class Working(Event):
+class Working(threading.Event):
     """Says so many times that the solver works, then that it is done, or it interrupts."""
 
     def __init__(self, times: int, *, interrupts: bool = False) -> None:
@@ -400,16 +404,16 @@ class Working(Event):
         return self.times < 0
 
 
-def beside(monkeypatch: pytest.MonkeyPatch, search: StageSearch, solved: Event) -> None:
+def beside(monkeypatch: pytest.MonkeyPatch, search: StageSearch, solved: threading.Event) -> None:
     """Walks beside a MILP that is solved without a solution."""
 
-    def minimise(milp: Milp, *, meanwhile: Callable[[Event], None], **rest: Any) -> Answer:
+    def minimise(milp: Milp, *, meanwhile: Callable[[threading.Event], None], **rest: Any) -> Answer:
         meanwhile(solved)
         return Answer(Outcome.CUT_OFF, None, math.inf, 0.0)
 
     monkeypatch.setattr(pseudo_boolean, "minimise", minimise)
     graph = search.graph
-    model = stage_model(with_end(graph), search.budget_bytes, [len(graph.ops) // 2])
+    model = stage_model(with_end(graph), search.budget_bytes, [Event(len(graph.ops) // 2)])
     stage_solving.solve_whole(search, model, 0.0, 0.0, range(len(graph.ops)), 1_000, math.inf)
 
 

@@ -2,8 +2,8 @@
 
 Memory is tight around a few moments. A MILP with stages at those events only (``planner.stage_model``) bounds from below
 every schedule that keeps the graph's order of first executions, and its solution, walked, often is a schedule that attains
-the bound. Where the walk overflows the budget, the overflow says which event was missing, or which cut for what happens between
-two (``planner.stage_cuts``); each round adds some. Where the relaxation's solution is nearly whole, it serves as well.
+the bound. Where the walk overflows the budget, the overflow says which event was missing (``planner.stage_events``): a first
+execution, or a re-run that splits a stage. Each round adds some. Where the relaxation's solution is nearly whole, it will do.
 Meanwhile list walks along that walk, and a search among them (``planner.walk_search``), find schedules that do fit, and so does
 a chain of blocks (``planner.block_chain``). Where any order will do, or nothing fits in the graph's, others are searched
 (``planner.order_search``); where the best schedule has another order than the graph, all of this is done for that.
@@ -25,14 +25,14 @@ from planner.order_search import anneal_on, search_orders
 from planner.result import Plan
 from planner.schedule import Schedule, computes, first_runs, in_graph_order, keep_all, renumbered, with_frees
 from planner.spans import SpanRow, add_spans
-from planner.stage_cuts import LARGE, fitting_walk, missing, tightest
-from planner.stage_model import TINY, StageCut, StageModel, stage_model, with_end
+from planner.stage_events import LARGE, missing, tightest
+from planner.stage_model import TINY, Event, StageModel, Walk, stage_model, walk, with_end
 from planner.stage_search import StageSearch
 from planner.stage_solving import MOST_WORK, STALLED, idle_events, solve_relaxed, solve_whole, work_beside
 
 METHOD = "cutting_stages"
-# Events added a round at most, fewer by one for each cut; after a relaxation that raised the bound by this share of its distance
-# to the incumbent more, up to so many variables, and those whose rows are slack go.
+# First executions added a round at most, fewer by one for each re-run; after a relaxation that raised the bound by this share of
+# its distance to the incumbent more, up to so many variables, and those whose rows are slack go.
 NEW_PER_ROUND, STEEP, NEW_RELAXED, RELAXED_VARIABLES = 2, 0.03, 4, 8_000
 # Blocks are tried after so many rounds, before a large MILP where the bound is this share of the keep-all time away, or at once
 # where it is far away or nothing fits so far.
@@ -174,7 +174,7 @@ def _solve_in(search: StageSearch, start: Schedule, time_limit_s: float) -> None
         search.tell_cut_short("cut_short" in inner.notes or inner.notes.get("stopped") == "time limit")
         if inner.best is not None:
             search.offer(renumbered(inner.best, order), f"{inner.notes['found_by']}, in another order")
-            search.notes.update({key: inner.notes[key] for key in ("events", "cuts", "rounds") if key in inner.notes})
+            search.notes.update({key: inner.notes[key] for key in ("events", "rounds") if key in inner.notes})
 
 
 def _rounds(search: StageSearch) -> bool:
@@ -200,9 +200,9 @@ def _rounds(search: StageSearch) -> bool:
             return False
         search.raise_bound(model.bound_ns(answer), restricted=False)
         if answer.values is not None:
-            sequence = fitting_walk(model, answer, graph, search.budget_bytes)
-            schedule = with_frees(graph, sequence)
-            search.offer(schedule, "walk")
+            found = walk(model, answer)
+            sequence = found.runs
+            search.offer(with_frees(graph, sequence), "walk")
         if search.done(round_.aim):
             return False
         if round_.number == BLOCKS_ROUND:
@@ -218,7 +218,7 @@ def _rounds(search: StageSearch) -> bool:
         search.follow(sequence)
         if search.done(round_.aim):
             return False
-        if not round_.refine(model, answer, schedule, relaxed=relaxed):
+        if not round_.refine(model, answer, found, relaxed=relaxed):
             return True
 
 
@@ -228,12 +228,11 @@ class _Round:
 
     search: StageSearch
     closed_graph: Graph
-    events: list[int]
-    cuts: list[StageCut] = field(default_factory=list)
+    events: list[Event]
     number: int = 0
     refined: int = 0  # how many times in a row nothing but a finer tolerance was left
     large: float = LARGE  # what overflow asks for second events
-    seconds: list[int] = field(default_factory=list)  # those of the round before
+    seconds: list[Event] = field(default_factory=list)  # those of the round before
 
     def __post_init__(self) -> None:
         self.finest_ns = max(EXACT * self.search.gap, FINEST) * self.search.base
@@ -243,9 +242,9 @@ class _Round:
         """The model of the next round; sets what is to be known of it."""
         search = self.search
         self.number += 1
-        search.notes.update(events=len(self.events), cuts=len(self.cuts), rounds=self.number)
+        search.notes.update(events=len(self.events), rounds=self.number)
         self.tiny_share = MOST_TINY if search.is_far and self.near_share > TINY else self.near_share
-        model = stage_model(self.closed_graph, search.budget_bytes, self.events, self.cuts, tiny_share=self.tiny_share)
+        model = stage_model(self.closed_graph, search.budget_bytes, self.events, tiny_share=self.tiny_share)
         is_cheap = self.number <= CHEAP_ROUNDS and len(model.milp.cost) <= CHEAP_VARIABLES
         self.is_dear = self.number > 1 and not is_cheap
         self.may_relax = self.number > 1 and not self.refined
@@ -257,21 +256,20 @@ class _Round:
             self.tolerance_ns = max(self.finest_ns, coarse * search.distance_ns * 0.1**self.refined)
         return model
 
-    def refine(self, model: StageModel, answer: Answer, schedule: Schedule, *, relaxed: bool) -> bool:
+    def refine(self, model: StageModel, answer: Answer, found: Walk, *, relaxed: bool) -> bool:
         """Add what the walk of the solution overflows, or else ask for a more exact one; False where neither is left."""
-        search, gone, most = self.search, list[int](), NEW_PER_ROUND
+        search, gone, most = self.search, list[Event](), NEW_PER_ROUND
         if search.stalled:  # two events at once raise the bound no more than one would
             gone, self.large = self.seconds, math.inf
         elif relaxed and search.climbed > STEEP:
             gone = idle_events(model, answer)
             most = NEW_RELAXED if len(model.milp.cost) <= RELAXED_VARIABLES else NEW_PER_ROUND
-        events, self.seconds, cuts = missing(
-            model, answer, search.graph, schedule, search.budget_bytes, self.cuts, most, large=self.large
-        )
-        gone = [t for t in gone if all(cut.w != t for cut in (*self.cuts, *cuts))]
-        self.events = sorted({*self.events, *events}.difference(gone)) or self.events
-        self.cuts = [cut for cut in (*self.cuts, *cuts) if cut.w in self.events]
-        if events or cuts:
+        more, self.seconds = missing(model, search.graph, found, search.budget_bytes, most, large=self.large)
+        events = {*self.events, *more}
+        # Re-runs stay, and so do the first executions around them.
+        stay = {t for event in events if event.is_rerun for t in (event.done, event.done + 1)}
+        self.events = sorted(events.difference(t for t in gone if t.done not in stay)) or self.events
+        if more:
             self.refined = 0
         elif relaxed:
             search.stalled = STALLED

@@ -1,0 +1,183 @@
+"""Events between stages, first executions and re-runs: the bound is never wrong, and what is missing is found."""
+
+from __future__ import annotations
+
+import itertools
+from random import Random
+
+import pytest
+
+from graphs.ir import Graph, Op, Value
+from graphs.synthetic import chain
+from planner import pseudo_boolean
+from planner.milp import Answer, Outcome
+from planner.schedule import with_frees
+from planner.simulate import simulate
+from planner.spans import add_spans, relax
+from planner.stage_events import missing, next_first_runs, tightest
+from planner.stage_model import Event, StageModel, Walk, stage_model, walk, with_end
+from tests.oracles import least_time
+from tests.strategies import budget_range, random_graph
+
+
+def solved(model: StageModel) -> Answer:
+    return pseudo_boolean.minimise(model.milp, time_limit_s=20.0)
+
+
+def with_reruns(graph: Graph, draw: Random, count: int) -> list[Event]:
+    """All first executions, and so many re-runs put anywhere between them, one after the other."""
+    closed = with_end(graph)
+    events = [Event(t) for t in range(len(closed.ops))]
+    for _ in range(count):
+        j = draw.randrange(len(events) - 1)
+        begin, end = events[j].at, events[j + 1].at
+        makers = [v for v in range(events[j].done + 1) if not closed.ops[v].effect]
+        if makers:
+            events.insert(j + 1, Event((begin + end) / 2, draw.choice(makers), end))
+    return events
+
+
+def until_nothing_is_missing(graph: Graph, budget_bytes: int, events: list[Event]) -> tuple[StageModel, Answer, Walk | None]:
+    """The last model, its solution, and the walk along it."""
+    closed = with_end(graph)
+    while True:
+        model = stage_model(closed, budget_bytes, events)
+        add_spans(model)
+        answer = solved(model)
+        if answer.values is None:
+            return model, answer, None
+        found = walk(model, answer)
+        more, _ = missing(model, graph, found, budget_bytes, 2)
+        assert not set(more) & set(events)
+        if not more:
+            return model, answer, found
+        events = sorted((*events, *more))
+
+
+@pytest.mark.parametrize("start", ["every-op", "tightest", "reruns"])
+def test_no_event_rules_out_an_optimum(start: str) -> None:
+    """With events for all that is missing, the bound is never above brute force's optimum, and walks nearly always attain it."""
+    raised = attained = checked = infeasible = 0
+    for seed in range(300):
+        graph = random_graph(seed, max_ops=7, random=seed % 7 == 0, effect=seed % 5 == 0)
+        draw = Random(seed)
+        low, high = budget_range(graph, keep_order=True)
+        budget_bytes = draw.randint(low - 1, max(low, (2 * low + high) // 3))
+        best = least_time(graph, budget_bytes, keep_order=True)
+        events = with_reruns(graph, draw, draw.randint(1, 12) if start == "reruns" else 0)
+        plain = stage_model(with_end(graph), budget_bytes, [event for event in events if not event.is_rerun])
+        plain_ns = plain.bound_ns(solved(plain))
+        if start == "tightest":
+            events = [tightest(graph)]
+        model, answer, found = until_nothing_is_missing(graph, budget_bytes, events)
+        if best is None or answer.outcome is Outcome.INFEASIBLE or found is None:
+            assert best is None, seed
+            infeasible += 1
+            continue
+        checked += 1
+        bound_ns = model.bound_ns(answer)
+        relaxed, _ = relax(stage_model(with_end(graph), budget_bytes, model.events), time_limit_s=20.0)
+        relaxed_ns = model.bound_ns(relaxed)
+        assert plain_ns is not None and bound_ns is not None and relaxed_ns is not None
+        assert relaxed_ns <= bound_ns <= best[0], seed
+        assert start == "tightest" or plain_ns <= bound_ns, seed
+        raised += bound_ns > plain_ns
+        trace = simulate(graph, with_frees(graph, found.runs))
+        attained += trace.peak_bytes <= budget_bytes and trace.time_ns == best[0]
+    assert checked >= 100 and infeasible >= 50
+    assert raised >= 5 and attained >= 0.95 * checked
+
+
+def two_heavy_reruns() -> Graph:
+    """a and b are made from x by ops that need much, and are read again when y has come and gone, which leaves room for x."""
+    values = (Value("x", 2), Value("a", 3), Value("b", 3), Value("y", 10), Value("z", 1), Value("last", 1))
+    ops = (
+        Op("x", (), (0,), 1),
+        Op("a", (0,), (1,), 1, workspace_bytes=4),
+        Op("b", (0,), (2,), 1, workspace_bytes=6),
+        Op("y", (), (3,), 1),
+        Op("z", (3,), (4,), 1),
+        Op("last", (1, 2, 4), (5,), 1),
+    )
+    return Graph("two", ops, values, frozenset(), frozenset({5}))
+
+
+# With z there, b first: x 2 + b 3 + workspace 6 + z 1, then x 2 + b 3 + a 3 + workspace 4 + z 1 = 13. a first: 15 bytes.
+LEAST_BYTES = 13
+
+
+def test_an_overflow_asks_for_the_first_execution_then_that_before_it_then_the_rerun() -> None:
+    graph = two_heavy_reruns()
+    closed = with_end(graph)
+    events, asked = [Event(3)], list[Event]()
+    while True:
+        model = stage_model(closed, LEAST_BYTES, events)
+        found = walk(model, solved(model))
+        more, _ = missing(model, graph, found, LEAST_BYTES, 2)
+        if not more:
+            break
+        asked += more
+        events = sorted((*events, *more))
+    assert asked == [Event(5), Event(4), Event(4.5, 2, 5)]  # in op order, a would be there when b runs
+    assert found.runs == [0, 1, 2, 3, 4, 2, 1, 5]
+    assert found.stages == [0, 0, 0, 0, 1, 2, 3, 3]
+    assert simulate(graph, with_frees(graph, found.runs)).peak_bytes == LEAST_BYTES
+    tight = stage_model(closed, LEAST_BYTES - 1, events)
+    _, answer, found_in_less = until_nothing_is_missing(graph, LEAST_BYTES - 1, list(tight.events))
+    assert found_in_less is None and answer.outcome is Outcome.INFEASIBLE
+    assert least_time(graph, LEAST_BYTES - 1, keep_order=True) is None
+
+
+def test_a_rerun_that_does_not_happen_leaves_its_stage_empty() -> None:
+    """And one that does has its inputs and outputs in memory, and does not happen again before the event that was next."""
+    graph = two_heavy_reruns()
+    events = [Event(4), Event(4.25, 1, 4.5), Event(4.5, 2, 5.0), Event(4.75, 0, 5.0), Event(5)]
+    model = stage_model(with_end(graph), 100, events)
+    again = model.happens
+    assert again[0] == again[4] == -1 and min(again[1:4]) >= 0
+    assert [model.milp.upper[rerun[2]] for rerun in model.rerun] == [1.0, 1.0, 0.0, 0.0, 1.0]
+    assert [model.milp.upper[rerun[1]] for rerun in model.rerun] == [1.0, 0.0, 1.0, 1.0, 1.0]
+    for happens in itertools.product((0.0, 1.0), repeat=3):
+        for m, fixed in zip(again[1:4], happens, strict=True):
+            model.milp.lower[m] = model.milp.upper[m] = fixed
+        answer = solved(model)
+        assert (answer.outcome is Outcome.SOLVED) == (happens[0] <= happens[1])
+        if answer.values is not None:
+            kept = model.kept(answer)
+            assert model.happening(answer) == [True, *(fixed == 1.0 for fixed in happens), True]
+            for j, reads_and_makes in ((1, {0, 1}), (2, {0, 2}), (3, {0})):
+                assert not happens[j - 1] or reads_and_makes <= kept[j]
+
+
+def test_walks_keep_what_only_an_effect_made() -> None:
+    """Though a half solution keeps nothing at all."""
+    read_again = 0
+    for seed in range(50):
+        graph = random_graph(seed, max_ops=9, effect=True)
+        closed = with_end(graph)
+        model = stage_model(closed, graph.resident_bytes + 1, [Event(t) for t in range(1, len(graph.ops))])
+        nothing = Answer(Outcome.SOLVED, [0.0] * len(model.milp.cost), 0.0, 0.0)
+        sequence = walk(model, nothing).runs
+        once = [v for v, op in enumerate(graph.ops) if op.effect]
+        assert all(sequence.count(v) == 1 for v in once), seed
+        read_again += any(len(graph.consumers[x]) > 1 for v in once for x in graph.ops[v].outputs)
+    assert read_again >= 10
+
+
+def test_a_large_overflow_asks_for_an_event_where_most_of_it_is_past() -> None:
+    graph = chain(40)
+    closed = with_end(graph)
+    for budget_bytes, is_large in ((8, True), (30, False)):
+        model = stage_model(closed, budget_bytes, [Event(40)])
+        found = walk(model, solved(model))
+        schedule = with_frees(graph, found.runs)
+        held_bytes, coming = simulate(graph, schedule).memory_bytes, next_first_runs(graph, schedule)
+        assert (max(held_bytes) > 2 * budget_bytes) == is_large
+        events, seconds = missing(model, graph, found, budget_bytes, 2)
+        assert len(events) == 1 + is_large and seconds == events[1:]
+        assert missing(model, graph, found, budget_bytes, 1)[0] == events[:1]
+        if is_large:
+            worst = {w: max(h for h, u in zip(held_bytes, coming, strict=True) if u == w) - budget_bytes for w in set(coming)}
+            untils = (events[1].at - 1, events[1].at, len(graph.ops))
+            past = [sum(max(0, e) for w, e in worst.items() if w <= until) for until in untils]
+            assert past[0] < 2 / 3 * past[2] <= past[1]
