@@ -189,7 +189,7 @@ class BlockSolver:
             model.milp.at_most(saved_bytes / unit, counted)
             gap = STILL_EXACT * graph.keep_all_time_ns / model.unit_ns
             add_spans(model)
-            minimise = partial(sat_minimise(), model.milp) if model.milp.is_for_sat else model.milp.minimise
+            minimise = partial(sat_minimise(), model.milp) if model.is_for_sat else model.milp.minimise
             answer = minimise(time_limit_s=max(0.01, deadline - time.perf_counter()), gap=gap, seed=self.seed)
             self.cut_short |= answer.outcome is Outcome.STOPPED
             if answer.values is None:

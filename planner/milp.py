@@ -24,7 +24,6 @@ from planner import turns
 
 T = TypeVar("T")
 
-SAT_VARIABLES = 4_000  # 0-1 variables up to which CP-SAT is faster than HiGHS
 GRACE_SHARE, GRACE_S = 0.05, 0.5  # a solve that much later than its time limit is left behind
 
 
@@ -104,11 +103,6 @@ class Milp:
         self.row_lower.append(-math.inf)
         self.row_upper.append(right)
         self.entries.extend((row, x, a) for x, a in terms)
-
-    @property
-    def is_for_sat(self) -> bool:
-        """Whether CP-SAT (``planner.pseudo_boolean``) solves it faster than HiGHS."""
-        return sum(self.integer) <= SAT_VARIABLES
 
     def cost_of(self, values: Sequence[float]) -> float:
         """cost · values"""

@@ -47,7 +47,7 @@ class Plan:
     method, seed         what found it
     wall_s               how long that took
     step                 the captured step, where the graph came from a model
-    notes                what the method wants said: cuts, rounds, limits
+    notes                what the method wants said: events, rounds, limits
     """
 
     graph: Graph

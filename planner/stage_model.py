@@ -42,6 +42,8 @@ from graphs.ir import Graph, Op
 from planner.milp import Answer, Milp
 
 SCALE = 1e6  # times and bytes are divided so that totals are about this; HiGHS works to an absolute 1e-6
+# 0-1 variables up to which CP-SAT (``planner.pseudo_boolean``) is faster than HiGHS: where no event is a re-run, where some are
+SAT_VARIABLES, SAT_RERUNS = 2_000, 4_000
 TINY = 1e-5  # share of the budget that all values without variables may take together where the last bit of a bound counts
 
 
@@ -102,6 +104,11 @@ class StageModel:
     spans: set[tuple[int, int]]
     tiny: frozenset[int]
     unit_ns: float
+
+    @property
+    def is_for_sat(self) -> bool:
+        """Whether CP-SAT solves it faster than HiGHS."""
+        return sum(self.milp.integer) <= (SAT_RERUNS if max(self.happens) >= 0 else SAT_VARIABLES)
 
     def kept(self, answer: Answer) -> list[frozenset[int]]:
         """For each event, the values that its solution has in memory."""

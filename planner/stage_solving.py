@@ -23,7 +23,6 @@ RELAXED_WORK, ANNEALED_RELAXED = 2_000, 12_000  # while its relaxation is solved
 # Each relaxation may take this share of the time left. So many in a row that raise the bound by less than this share of its
 # distance to the incumbent, and a MILP is solved.
 RELAX_SHARE, STALLED, CLIMB = 0.6, 2, 0.005
-SMALL = 2_000  # whole ones up to which a MILP is solved as soon as its relaxation
 LEAST_RISE = 0.001  # and new rows on spans that raise it by less are the last ones
 # Nearness to a whole number; the share of variables that are not which a solution may have, and in models with so many whole ones
 # where a relaxation has raised the bound by this share of its distance
@@ -51,7 +50,7 @@ def solve_relaxed(
     It takes a tenth of the MILP's time. Where most of its solution is whole, or the bound is far away, events for what that
     overflows, rounded, raise the bound as well. That nothing fits is for the MILP to say.
     """
-    if not search.relaxes or search.stalled == STALLED or sum(model.milp.integer) <= SMALL:
+    if not search.relaxes or search.stalled == STALLED or model.is_for_sat:
         search.stalled = 0
         return None, rows
     before_ns = search.searched_ns
@@ -96,7 +95,7 @@ def solve_whole(
         cutoff = ((1 - aim) * search.time_ns - search.base) / model.unit_ns
         cutoff += 0.01 + 2e-6 * abs(cutoff)  # what ``bound_ns`` takes off for tolerances
     minimise, limited = partial(model.milp.minimise, node_limit=NODES), True
-    if model.milp.is_for_sat:
+    if model.is_for_sat:
         limited = effort < math.inf
         minimise = partial(sat_minimise(), model.milp, effort=effort)
     share = 1.0 if work else FIRST_SHARE

@@ -166,9 +166,9 @@ def test_the_command_is_installed() -> None:
 INTERRUPTED = """
 import os, random, signal, sys, threading
 from belady.cli import main
-from planner import milp
+from planner import milp, stage_model
 
-milp.SAT_VARIABLES = 0  # HiGHS even for small models: it is the one that nothing can stop
+stage_model.SAT_VARIABLES = stage_model.SAT_RERUNS = 0  # HiGHS even for small models: it is the one that nothing can stop
 draw, hard = random.Random(0), milp.Milp()
 chosen = [hard.binary(draw.uniform(1, 2)) for _ in range(400)]
 for _ in range(400):

@@ -19,7 +19,6 @@ from planner import (
     Status,
     first_schedules,
     keep_all,
-    milp,
     order_search,
     plan,
     pseudo_boolean,
@@ -177,6 +176,12 @@ def test_vgg16_in_seven_gigabytes_is_refused(data: Path) -> None:
     assert solve(graph, 7 * GB).status is Status.INFEASIBLE
 
 
+def solve_by_sat(monkeypatch: pytest.MonkeyPatch, variables: int) -> None:
+    """MILPs up to that size, HiGHS the others."""
+    monkeypatch.setattr(planner.stage_model, "SAT_VARIABLES", variables)
+    monkeypatch.setattr(planner.stage_model, "SAT_RERUNS", variables)
+
+
 @pytest.mark.parametrize(
     "part", ["CP-SAT", "HiGHS", "passing", "blocks", "re-runs", "relaxations", "whole ones only", "small values", "first efforts"]
 )
@@ -193,8 +198,7 @@ def test_without_some_part_the_optimum_is_the_same(part: str, monkeypatch: pytes
         monkeypatch.setattr(cutting_stages, "TINY_GAP", math.inf)
         monkeypatch.setattr(cutting_stages, "MOST_TINY", 0.5)
     else:
-        monkeypatch.setattr(milp, "SAT_VARIABLES", 10**9 if part == "HiGHS" else 0)
-        monkeypatch.setattr(stage_solving, "SMALL", 10**9 if part == "HiGHS" else 0)
+        solve_by_sat(monkeypatch, 10**9 if part == "HiGHS" else 0)
     if part == "relaxations":
         monkeypatch.setattr(cutting_stages, "solve_relaxed", lambda search, model, rows, *_: (None, rows))
     elif part == "whole ones only":
@@ -238,8 +242,7 @@ def test_relaxations_find_events_before_any_milp_does(monkeypatch: pytest.Monkey
     def no_more(*_: object, **__: object) -> Answer:
         return Answer(Outcome.STOPPED, None, math.inf, -math.inf)
 
-    monkeypatch.setattr(milp, "SAT_VARIABLES", 0)
-    monkeypatch.setattr(stage_solving, "SMALL", 0)
+    solve_by_sat(monkeypatch, 0)
     monkeypatch.setattr(stage_solving, "PARTS", 1.0)
     monkeypatch.setattr(Milp, "relax", relax)
     first = Milp.minimise
@@ -262,8 +265,7 @@ def test_second_events_stay_where_they_raise_the_bound(helps: bool, monkeypatch:
         asked.append(arguments[0].events)
         return answer
 
-    monkeypatch.setattr(milp, "SAT_VARIABLES", 0)
-    monkeypatch.setattr(stage_solving, "SMALL", 0)
+    solve_by_sat(monkeypatch, 0)
     monkeypatch.setattr(stage_solving, "PARTS", 1.0)
     monkeypatch.setattr(stage_solving, "MOST_PARTS", 1.0)
     monkeypatch.setattr(cutting_stages, "solve_relaxed", relax)
@@ -276,8 +278,7 @@ def test_second_events_stay_where_they_raise_the_bound(helps: bool, monkeypatch:
 def test_that_nothing_fits_is_not_for_a_relaxation_to_say(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = random_training(20, 1)
     budget_bytes = int(0.7 * simulate(graph, keep_all(graph)).peak_bytes)
-    monkeypatch.setattr(milp, "SAT_VARIABLES", 0)
-    monkeypatch.setattr(stage_solving, "SMALL", 0)
+    solve_by_sat(monkeypatch, 0)
     asked = []
 
     def relax(milp: Milp, **_: object) -> Answer:

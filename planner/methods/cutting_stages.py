@@ -252,7 +252,7 @@ class _Round:
         self.effort = CHEAP_EFFORT if search.closed() or (is_cheap and not self.refined) else math.inf
         self.tolerance_ns = self.finest_ns
         if self.is_dear:
-            coarse = SAT_COARSE if model.milp.is_for_sat else COARSE
+            coarse = SAT_COARSE if model.is_for_sat else COARSE
             self.tolerance_ns = max(self.finest_ns, coarse * search.distance_ns * 0.1**self.refined)
         return model
 
