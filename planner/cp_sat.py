@@ -65,6 +65,7 @@ def minimise(
     on_solution: Callable[[list[int]], None] | None = None,
     on_bound: Callable[[int], None] | None = None,
     meanwhile: Callable[[threading.Event], None] | None = None,
+    at_once: Callable[[list[int]], None] | None = None,
 ) -> Answer:
     """Solve a model whose objective is an integer at least 0 in every solution.
 
@@ -79,6 +80,7 @@ def minimise(
     on_bound      called with each better bound, on the caller's thread
     meanwhile     called once, on the caller's thread, while CP-SAT works, with the event that says it is done; the answer comes
                       when both are
+    at_once       called with the watched values of each better solution while ``meanwhile`` is under way too, on CP-SAT's thread
 
     KeyboardInterrupt stops the search and is raised again once the solutions found have been passed on.
     """
@@ -96,7 +98,7 @@ def minimise(
     solver.parameters.catch_sigint_signal = False  # Python's handler is to see it
     news: queue.SimpleQueue[tuple[list[int], int] | int] = queue.SimpleQueue()
     solver.best_bound_callback = lambda bound: news.put(_whole(bound))
-    search = _Search(solver, model, watch, news)
+    search = _Search(solver, model, watch, news, at_once)
     best: tuple[list[int], int] | None = None
     proved: int | None = None
 
@@ -157,9 +159,15 @@ class _Search(cp_model.CpSolverSolutionCallback):
     """One solve and what it reports, on the solver's side."""
 
     def __init__(
-        self, solver: cp_model.CpSolver, model: cp_model.CpModel, watch: Sequence[cp_model.IntVar], news: queue.SimpleQueue[Any]
+        self,
+        solver: cp_model.CpSolver,
+        model: cp_model.CpModel,
+        watch: Sequence[cp_model.IntVar],
+        news: queue.SimpleQueue[Any],
+        at_once: Callable[[list[int]], None] | None,
     ) -> None:
         super().__init__()
+        self._at_once = at_once
         self._solver, self._model, self._watch, self._news = solver, model, watch, news
         self._began = time.perf_counter()
         self.status: Any = None
@@ -189,4 +197,7 @@ class _Search(cp_model.CpSolverSolutionCallback):
         threading.Thread(target=stop, name="cp-sat-stop", daemon=True).start()
 
     def on_solution_callback(self) -> None:
-        self._news.put(([self.value(x) for x in self._watch], round(self.objective_value)))
+        values = [self.value(x) for x in self._watch]
+        self._news.put((values, round(self.objective_value)))
+        if self._at_once is not None:
+            self._at_once(values)

@@ -30,8 +30,9 @@ def minimise(
     effort: float = math.inf,
     seed: int = 0,
     meanwhile: Callable[[threading.Event], None] | None = None,
+    at_once: Callable[[list[int]], None] | None = None,
 ) -> Answer:
-    """As ``Milp.minimise``, for costs of 0 and more; ``effort`` as in ``cp_sat.minimise``.
+    """As ``Milp.minimise``, for costs of 0 and more; ``effort`` and ``at_once`` as in ``cp_sat.minimise``.
 
     Fractions are taken for zeros and ones. That must lose no solution, as where they are no more than auxiliaries of the
     integer variables.
@@ -48,6 +49,7 @@ def minimise(
         effort=effort,
         seed=seed,
         meanwhile=meanwhile,
+        at_once=at_once,
     )
     if answer.outcome is cp_sat.Outcome.INFEASIBLE:
         if cutoff < math.inf:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -97,13 +97,16 @@ class StageSearch(Incumbent):
             self.walks.follow(sequence, work, deadline=min(until, self.deadline))
             self.take_walk()
 
-    def walk_beyond(self, solved: threading.Event, until: float) -> None:
-        """Go on until a solver is done, or that time comes."""
+    def walk_beyond(self, solved: threading.Event, until: float, more: Callable[[], Sequence[int] | None]) -> None:
+        """Go on until a solver is done, or that time comes, from the sequences that ``more`` has, too."""
         if self.beyond is None:
             self.beyond = self.walks.apart(self.seed + APART)
         self.beyond.join(self.walks)
         self.beyond.stop = solved
         while not solved.is_set() and time.perf_counter() < until:
+            sequence = more()
+            if sequence is not None and in_graph_order(sequence):
+                self.beyond.follow(sequence, deadline=self.deadline)
             self.beyond.go_on(BEYOND_WORK, deadline=self.deadline)
 
     def take_beyond(self) -> None:

@@ -7,12 +7,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from queue import SimpleQueue
 from typing import Any
 
 from planner.milp import Answer, Outcome
 from planner.on_demand import sat_minimise
 from planner.spans import SpanRow, relax
-from planner.stage_model import Event, StageModel
+from planner.stage_model import Event, StageModel, walk
 from planner.stage_search import StageSearch
 
 # Ops that list walks run while a MILP is solved: about what it takes as long as, which grows with its variables, faster than they
@@ -95,33 +96,50 @@ def solve_whole(
         cutoff = ((1 - aim) * search.time_ns - search.base) / model.unit_ns
         cutoff += 0.01 + 2e-6 * abs(cutoff)  # what ``bound_ns`` takes off for tolerances
     minimise, limited = partial(model.milp.minimise, node_limit=NODES), True
+    better: SimpleQueue[list[int]] = SimpleQueue()
     if model.is_for_sat:
         limited = effort < math.inf
-        minimise = partial(sat_minimise(), model.milp, effort=effort)
+        minimise = partial(sat_minimise(), model.milp, effort=effort, at_once=better.put)
     share = 1.0 if work else FIRST_SHARE
     until = time.perf_counter() + share * search.left_s
     solve = partial(minimise, gap=tolerance_ns / model.unit_ns, cutoff=cutoff, seed=search.seed)
-    answer = _alongside(search, solve, latest, work, until, limited=limited)
+
+    def more() -> Sequence[int] | None:
+        """The walk along the best solution since the last one."""
+        values = None
+        while not better.empty():
+            values = better.get()
+        return None if values is None else walk(model, Answer(Outcome.STOPPED, [float(x) for x in values], 0.0, 0.0)).runs
+
+    answer = _alongside(search, solve, latest, work, until, limited=limited, more=more)
     if answer.outcome is Outcome.STOPPED and answer.values is None and effort < math.inf and not search.done():
         return solve_whole(search, model, tolerance_ns, aim, latest, 0, math.inf)
     return answer
 
 
 def _alongside(
-    search: StageSearch, solve: Callable[..., Answer], latest: Sequence[int], work: int, until: float, *, limited: bool
+    search: StageSearch,
+    solve: Callable[..., Answer],
+    latest: Sequence[int],
+    work: int,
+    until: float,
+    *,
+    limited: bool,
+    more: Callable[[], Sequence[int] | None] = lambda: None,
 ) -> Answer:
     """Solve, and meanwhile improve list walks with so much work, half of it spent on those along the ``latest`` solution.
 
     Where the solver takes longer, others go on from there (``StageSearch.beyond``).
 
     limited  whether it has another limit than the clock
+    more     another sequence to follow, from a solution on the way
     """
 
     def walk_on(solved: threading.Event) -> None:
         search.walks.follow(latest, work // 2, deadline=search.deadline)
         search.walks.improve(work // 2, deadline=search.deadline)
         search.take_walk()
-        search.walk_beyond(solved, until)
+        search.walk_beyond(solved, until, more)
 
     answer = solve(time_limit_s=until - time.perf_counter(), meanwhile=walk_on if work else None)
     # What has no other limit was stopped by the clock; CP-SAT stops some milliseconds before its time is up.

@@ -35,7 +35,7 @@ from planner.milp import Answer, Milp, Outcome
 from planner.pebbling import least_peak
 from planner.schedule import computes, first_runs, with_frees
 from planner.smallest import smallest_known
-from planner.stage_model import Event, stage_model, with_end
+from planner.stage_model import Event, stage_model, walk, with_end
 from planner.stage_search import StageSearch
 from tests.clock import stopwatch
 from tests.interruption import interrupted
@@ -434,6 +434,33 @@ def test_what_walks_find_beyond_a_milp_is_kept_on_ctrl_c(monkeypatch: pytest.Mon
     search.notes["stopped"] = "interrupted"
     search.take_last()
     assert search.time_ns is not None and before_ns is not None and search.time_ns < before_ns
+
+
+def test_walks_beyond_a_milp_follow_its_solutions_as_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    search, followed = walking(), list[list[int]]()
+    values = list[float]()
+
+    def minimise(
+        milp: Milp, *, meanwhile: Callable[[threading.Event], None], at_once: Callable[[list[int]], None], **rest: Any
+    ) -> Answer:
+        if not values:
+            answer = whole(milp, time_limit_s=20.0)
+            assert answer.values is not None
+            values.extend(answer.values)
+        at_once([0] * len(values))
+        at_once([round(x) for x in values])
+        meanwhile(Working(3))
+        return Answer(Outcome.CUT_OFF, None, math.inf, 0.0)
+
+    whole = pseudo_boolean.minimise
+    monkeypatch.setattr(pseudo_boolean, "minimise", minimise)
+    graph = search.graph
+    model = stage_model(with_end(graph), search.budget_bytes, [Event(len(graph.ops) // 2)])
+    search.beyond = search.walks.apart(1)
+    monkeypatch.setattr(search.beyond, "follow", lambda runs, **_: followed.append(list(runs)))
+    stage_solving.solve_whole(search, model, 0.0, 0.0, range(len(graph.ops)), 1_000, math.inf)
+    assert followed == [walk(model, Answer(Outcome.STOPPED, values, 0.0, 0.0)).runs]  # the best alone
+    assert followed[0] != list(range(len(graph.ops)))
 
 
 def test_what_walks_find_beyond_milps_counts_where_the_clock_ends_the_search(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,6 +90,20 @@ def test_something_else_runs_meanwhile() -> None:
     assert threads == [threading.main_thread().name]
 
 
+def test_solutions_come_at_once_while_something_else_runs() -> None:
+    found, seen = list[list[int]](), list[int]()
+    milp = hard()
+
+    def wait(done: threading.Event) -> None:
+        done.wait(3.0)
+        seen.append(len(found))
+
+    answer = pseudo_boolean.minimise(milp, time_limit_s=1.0, meanwhile=wait, at_once=found.append)
+    costs = [milp.cost_of(values) for values in found]
+    assert seen[0] >= 1 and costs == sorted(costs, reverse=True)
+    assert costs[-1] == pytest.approx(answer.cost)
+
+
 def test_ctrl_c_meanwhile_stops_the_solver() -> None:
     def interrupt(done: threading.Event) -> None:
         raise KeyboardInterrupt
