@@ -16,7 +16,14 @@ PASSED = 2 / 3  # share of its overflow that is before the second
 
 
 def missing(
-    model: StageModel, graph: Graph, found: Walk, budget_bytes: int, most: int, *, large: float = LARGE
+    model: StageModel,
+    graph: Graph,
+    found: Walk,
+    budget_bytes: int,
+    most: int,
+    *,
+    large: float = LARGE,
+    reruns_last: bool = False,
 ) -> tuple[list[Event], list[Event]]:
     """New events for the worst overflows of a walk along a solution, each in a stage of its own.
 
@@ -27,6 +34,7 @@ def missing(
     graph  that of the walk, without the end
     most   first executions at most, fewer by one for each re-run
     large  times the budget, what is held in an overflow that is large
+    reruns_last  none as long as a first execution is asked for
     """
     schedule = with_frees(graph, found.runs)
     steps = [s for s, step in enumerate(schedule) if isinstance(step, Compute)]
@@ -54,6 +62,8 @@ def missing(
         elif v != w and (rerun := _before(events[stage - 1], events[stage], v)) is not None:
             stages.add(stage)
             reruns.append(rerun)
+    if reruns_last and first_runs:
+        reruns = []
     first_runs = first_runs[: max(0, most - len(reruns))]
     return [*first_runs, *reruns], [t for t in seconds if t in first_runs]
 

@@ -181,3 +181,21 @@ def test_a_large_overflow_asks_for_an_event_where_most_of_it_is_past() -> None:
             untils = (events[1].at - 1, events[1].at, len(graph.ops))
             past = [sum(max(0, e) for w, e in worst.items() if w <= until) for until in untils]
             assert past[0] < 2 / 3 * past[2] <= past[1]
+
+
+def test_reruns_wait_where_first_executions_are_asked_for() -> None:
+    waited = 0
+    for seed in range(200):
+        graph = random_graph(seed, max_ops=9)
+        low, _ = budget_range(graph, keep_order=True)
+        middle = len(graph.ops) // 2
+        model = stage_model(with_end(graph), low, [Event(t) for t in range(middle, middle + 3)])
+        answer = solved(model)
+        if answer.values is None:
+            continue
+        found = walk(model, answer)
+        both, late = (missing(model, graph, found, low, 9, reruns_last=last)[0] for last in (False, True))
+        first_runs, reruns = [e for e in both if not e.is_rerun], [e for e in both if e.is_rerun]
+        assert late == (first_runs or reruns), seed
+        waited += bool(first_runs and reruns)
+    assert waited >= 3

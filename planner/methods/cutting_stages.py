@@ -264,7 +264,10 @@ class _Round:
         elif relaxed and search.climbed > STEEP:
             gone = idle_events(model, answer)
             most = NEW_RELAXED if len(model.milp.cost) <= RELAXED_VARIABLES else NEW_PER_ROUND
-        more, self.seconds = missing(model, search.graph, found, search.budget_bytes, most, large=self.large)
+        # In random graphs without a backward pass, models with re-runs as events are the hardest to solve.
+        more, self.seconds = missing(
+            model, search.graph, found, search.budget_bytes, most, large=self.large, reruns_last=not search.trained
+        )
         events = {*self.events, *more}
         # Re-runs stay, and so do the first executions around them.
         stay = {t for event in events if event.is_rerun for t in (event.done, event.done + 1)}
