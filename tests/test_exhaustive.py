@@ -7,7 +7,7 @@ import math
 import pytest
 
 from graphs.synthetic import random_training
-from planner import Status, keep_all, simulate, solve
+from planner import keep_all, simulate, solve, stage_events
 from planner.exhaustive import cheapest
 from planner.methods import cutting_stages
 from planner.schedule import in_graph_order, with_frees
@@ -49,13 +49,22 @@ def test_where_nothing_is_cheaper_the_bound_says_so() -> None:
     assert checked >= 5
 
 
-def test_a_small_graph_is_closed_where_cuts_alone_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    graph = random_training(4, 36)  # what re-runs need within a stage is more than any cut says
+def test_a_small_graph_is_closed_by_either_of_two_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = random_training(4, 36)  # much memory is needed by re-runs between two first executions
     budget_bytes = int(0.8 * simulate(graph, keep_all(graph)).peak_bytes)
     best = least_time(graph, budget_bytes, keep_order=True)
     assert best is not None
-    found = solve(graph, budget_bytes, gap=0.0, time_limit_s=20)
-    assert found.status is Status.OPTIMAL and found.time_ns == found.bound_ns == best[0]
+
+    def bound_ns(time_limit_s: float) -> int | None:
+        found = solve(graph, budget_bytes, gap=0.0, time_limit_s=time_limit_s)
+        assert found.time_ns == best[0] or found.bound_ns != best[0]
+        return found.bound_ns
+
+    with monkeypatch.context() as without_events:
+        without_events.setattr(stage_events, "_before", lambda *_: None)
+        assert bound_ns(20.0) == best[0]
     monkeypatch.setattr(cutting_stages, "SMALL_OPS", 0)
-    left = solve(graph, budget_bytes, gap=0.0, time_limit_s=1)
-    assert left.bound_ns is not None and left.bound_ns < best[0]
+    assert bound_ns(20.0) == best[0]
+    monkeypatch.setattr(stage_events, "_before", lambda *_: None)
+    left_ns = bound_ns(1.0)
+    assert left_ns is not None and left_ns < best[0]
