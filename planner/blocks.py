@@ -3,7 +3,7 @@
 A stage's problem is a graph of its own: its forward ops, a stop, its backward ops. The later stages run at the stop: it reads
 the stage's output, makes the gradients that they send back, and runs once (it has an effect). What the stage reads from outside
 counts nothing in it. Two budgets limit a way to run it: its peak, and what it holds at the stop. For each pair the least time is
-found with the MILP of ``planner.stage_model``, with one event at the stop, and more of them and cuts where the solution, walked,
+found with the MILP of ``planner.stage_model``, with one event at the stop, and more of them where the solution, walked,
 overflows.
 """
 
