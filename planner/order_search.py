@@ -121,7 +121,7 @@ def _walks(
             found = walked.runs
             if len(events) >= EVENTS:
                 break
-            more, _ = missing(model, ordered, walked, target_bytes, NEW_EVENTS)
+            more, _ = missing(model, ordered, walked, target_bytes, NEW_EVENTS, reruns_last=True)
             if not more:
                 break
             events = sorted((*events, *more))

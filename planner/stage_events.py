@@ -27,12 +27,13 @@ def missing(
 ) -> tuple[list[Event], list[Event]]:
     """New events for the worst overflows of a walk along a solution, each in a stage of its own.
 
-    An overflow asks for an event at w, the first execution at or next after it; one in a re-run, if that is there, for one at
-    w - 1, and then for one at that re-run, which splits its stage. A large overflow may only move to the ops after w, so it
-    asks for a second one, where most of the stage's overflow is past. Comes with which events are such second ones.
+    Each overflow happens before or at some first execution w, and asks for the first of these that is not there yet: an event at
+    w; where it happens before, in a re-run, one at w - 1; then that re-run, which splits its stage. A large overflow may only
+    move to the ops after w, so it asks for a second one, where most of the stage's overflow is past. Comes with which events are
+    such second ones.
 
     graph  that of the walk, without the end
-    most   first executions at most, fewer by one for each re-run
+    most   first executions at most, fewer by one for each re-run; re-runs are not limited
     large  times the budget, what is held in an overflow that is large
     reruns_last  none as long as a first execution is asked for
     """

@@ -1,10 +1,11 @@
 """The rematerialization MILP with stages between a few events, and the way from its solution to a sequence.
 
 Ops are numbered in the order of their first executions; the last op is an end that reads the graph's outputs
-(``with_end``). Event j is the first execution of an op t_j or, between two of these, the last re-run of an op before the
-next event: that splits a stage in which ops only run again, at a moment when something is known to be in memory. Where the op
-does not run there, the event is the moment right after the one before it. Stage j is what happens after event j and before
-event j + 1; the last one goes to the end. ``first use`` means: by an op that runs for the first time in the stage or at its end.
+(``with_end``). Event j is the first execution of an op t_j or, between two of these, the last re-run of an op before the event
+that is next when this one is put there: that splits a stage in which ops only run again, at a moment when something is known to
+be in memory. Others may be put around it later. Where the op does not run again there, the event is the moment right after the
+one that was before it. Stage j is what happens after event j and before event j + 1; the last one goes to the end. ``first use``
+means: by an op that runs for the first time in the stage or at its end.
 
     K[j, x] ∈ {0, 1}   value x is in memory when the op of event j has just run, its inputs not yet freed
     R[j, v] ∈ {0, 1}   op v runs again in stage j
@@ -12,17 +13,19 @@ event j + 1; the last one goes to the end. ``first use`` means: by an op that ru
 
     minimise   Σ time(v) · R[j, v] + Σ time(u_j) · M[j]
     memory     Σ_x bytes(x) · K[j, x] + workspace(t_j) + resident ≤ budget      each j; workspace(u_j) · M[j] for a re-run
+               outputs of the op that nothing needs any more, and tiny ones, count as its workspace
     running    K[j, x] = 1                              inputs and outputs x of t_j; K[j, x] ≥ M[j] for those of u_j
     first use  K[j, x] + R[j, prod(x)] ≥ 1              x made before stage j
     re-use     K[j, x] + R[j, prod(x)] ≥ R[j, v]        x an input of v
     carry      K[j, x] + R[j, prod(x)] + M[j+1] ≥ K[j+1, x]      x made before stage j; M[j+1] only where u_{j+1} = prod(x)
     last       R[j, v] = 0                              after the last re-run of v, until the event that was next
-    nothing    R[j-1, u_j] ≤ M[j];  M[j-1] ≤ M[j]       a re-run; where event j - 1 was put before it
+    nothing    R[i, u_j] ≤ M[j];  M[i] ≤ M[j]           stages i from the event on that was before j; re-runs i put before j
 
 This is Checkmate's MILP (Jain et al., MLSys 2020, eq. 9), for values instead of ops, with most stages and memory rows left
-out, and with others inside of its stages. Every schedule with this order of first executions satisfies all rows, so the optimum
-bounds its extra time from below, for any events, and however often an op runs again between two first executions. (Checkmate's
-own rows for memory there hold where every op runs again at most once, in op order.)
+out, and with others inside of its stages. Every schedule that fits, with this order of first executions, satisfies all rows (of
+values that only pass on, see below: one as cheap does), so the optimum bounds its extra time from below, for any events, and
+however often an op runs again between two first executions. (Checkmate's own rows for memory there hold where every op runs again
+at most once, in op order.)
 
 Its relaxation needs rows on several stages in a row as well, and so does whoever solves it (``planner.spans``).
 
@@ -52,7 +55,7 @@ class Event(NamedTuple):
 
     at     op t runs for the first time at t; between t and t + 1 ops only run again
     again  the op whose last run before ``until`` this is; -1 for a first execution
-    until  where the event is that came next when this one was put before it
+    until  where the event is that came next when a re-run was put halfway between that and the one before
     """
 
     at: float
@@ -67,6 +70,11 @@ class Event(NamedTuple):
     @property
     def is_rerun(self) -> bool:
         return self.again >= 0
+
+    @property
+    def since(self) -> float:
+        """Where the event is that came right before a re-run when that was put there."""
+        return 2 * self.at - self.until
 
     @property
     def op(self) -> int:
@@ -189,17 +197,20 @@ def stage_model(graph: Graph, budget_bytes: int, events: Sequence[Event], *, tin
 
 def _last_rerun(model: StageModel, j: int, running: Iterable[int]) -> None:
     """The rows running and nothing of an event that is a re-run."""
-    event, before, happens = model.events[j], model.events[j - 1], model.happens
+    event, happens, milp = model.events[j], model.happens, model.milp
     for x in sorted(running):
-        model.milp.at_least(0.0, [model.keep[j][x]], [happens[j]])
-    if event.again in model.rerun[j - 1]:
-        model.milp.at_least(0.0, [happens[j]], [model.rerun[j - 1][event.again]])
-    if before.is_rerun and before.until <= event.at:
-        model.milp.at_least(0.0, [happens[j]], [happens[j - 1]])
+        milp.at_least(0.0, [model.keep[j][x]], [happens[j]])
+    for earlier, m, rerun in zip(model.events[:j], happens, model.rerun, strict=False):
+        if event.since <= earlier.at and event.again in rerun:
+            milp.at_least(0.0, [happens[j]], [rerun[event.again]])
+        if earlier.is_rerun and earlier.until == event.at:
+            milp.at_least(0.0, [happens[j]], [m])
+        if earlier.again == event.again and event.at < earlier.until:
+            milp.upper[happens[j]] = 0.0  # that was the last one
 
 
 def _over(events: Sequence[Event]) -> list[set[int]]:
-    """For each stage, the ops that do not run in it, as it is after their last run."""
+    """For each stage, the ops that have had their last run before an event that is not yet reached."""
     ends = [*(event.at for event in events[1:]), math.inf]
     return [{e.again for e in events[: j + 1] if e.is_rerun and end <= e.until} for j, end in enumerate(ends)]
 

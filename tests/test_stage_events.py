@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from random import Random
 
 import pytest
@@ -146,6 +147,42 @@ def test_a_rerun_has_its_inputs_and_outputs_in_memory_and_is_the_last_of_its_op(
             assert model.happening(answer) == [True, *(fixed == 1.0 for fixed in happens), True]
             for j, reads_and_makes in ((1, {0, 1}), (2, {0, 2}), (3, {0})):
                 assert not happens[j - 1] or reads_and_makes <= kept[j]
+
+
+def bounds_ns(graph: Graph, budget_bytes: int, events: list[Event], reruns: list[Event]) -> list[float]:
+    """Of the model with these events, and with one re-run after the other put between them."""
+    bounds = list[float]()
+    for count in range(len(reruns) + 1):
+        model = stage_model(with_end(graph), budget_bytes, sorted((*events, *reruns[:count])), tiny_share=0.0)
+        answer = solved(model)
+        bound_ns = model.bound_ns(answer)
+        assert bound_ns is not None or answer.outcome is Outcome.INFEASIBLE
+        bounds.append(math.inf if bound_ns is None else bound_ns)
+    return bounds
+
+
+def test_no_event_lowers_the_bound() -> None:
+    """Not even where it is put before a re-run that does not happen."""
+    ops = (Op("a", (0,), (1, 2, 3), 5), Op("b", (3,), (4,), 2, 8), Op("c", (1, 3), (5,), 4))
+    values = tuple(Value(f"x{x}", size) for x, size in enumerate((3, 9, 6, 1, 1, 0)))
+    graph = Graph("nested", ops, values, frozenset({0}), frozenset({1, 2, 4, 5}))
+    first_runs = [Event(t) for t in range(4)]
+    assert bounds_ns(graph, 19, first_runs, [Event(2.5, 1, 3), Event(2.25, 0, 2.5)]) == [18, 21, 21]
+    put = 0
+    for seed in range(200):
+        graph = random_graph(seed, max_ops=7)
+        low, _ = budget_range(graph, keep_order=True)
+        first_runs = [Event(t) for t in range(len(graph.ops) + 1)]
+        model, _, _ = until_nothing_is_missing(graph, low, first_runs)
+        reruns = [event for event in model.events if event.is_rerun]
+        draw = Random(seed)
+        for outer in reruns:
+            more = [Event(outer.at - (outer.at - outer.since) / 2**n, draw.randint(0, outer.done), outer.at) for n in (1, 2, 3)]
+            more = [event for event in more if event.at not in [rerun.at for rerun in reruns]]
+            bounds = bounds_ns(graph, low, [*first_runs, *reruns], more)
+            assert bounds == sorted(bounds), seed
+            put += len(more)
+    assert put >= 30
 
 
 def test_walks_keep_what_only_an_effect_made() -> None:

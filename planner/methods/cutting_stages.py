@@ -264,9 +264,9 @@ class _Round:
         elif relaxed and search.climbed > STEEP:
             gone = idle_events(model, answer)
             most = NEW_RELAXED if len(model.milp.cost) <= RELAXED_VARIABLES else NEW_PER_ROUND
-        # In random graphs without a backward pass, models with re-runs as events are the hardest to solve.
+        # Relaxations overflow everywhere, and without a backward pass models with re-runs as events are the hardest to solve.
         more, self.seconds = missing(
-            model, search.graph, found, search.budget_bytes, most, large=self.large, reruns_last=not search.trained
+            model, search.graph, found, search.budget_bytes, most, large=self.large, reruns_last=relaxed or not search.trained
         )
         events = {*self.events, *more}
         # Re-runs stay, and so do the first executions around them.
