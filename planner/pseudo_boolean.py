@@ -27,6 +27,7 @@ def minimise(
     time_limit_s: float,
     gap: float = 0.0,
     cutoff: float = math.inf,
+    floor: float = 0.0,
     effort: float = math.inf,
     seed: int = 0,
     meanwhile: Callable[[threading.Event], None] | None = None,
@@ -34,12 +35,14 @@ def minimise(
 ) -> Answer:
     """As ``Milp.minimise``, for costs of 0 and more; ``effort`` and ``at_once`` as in ``cp_sat.minimise``.
 
+    floor  only solutions that cost at least this matter: what is known of others need not be proved again
+
     Fractions are taken for zeros and ones. That must lose no solution, as where they are no more than auxiliaries of the
     integer variables.
     """
     deadline = time.perf_counter() + time_limit_s
     scale = _scale(milp.cost)
-    model = _model(milp, scale, cutoff)
+    model = _model(milp, scale, cutoff, floor)
     answer = cp_sat.minimise(
         model,
         [model.get_int_var_from_proto_index(x) for x in range(len(milp.cost))],
@@ -61,7 +64,7 @@ def minimise(
     return Answer(_OUTCOMES[answer.outcome], values, cost, bound)
 
 
-def _model(milp: Milp, scale: int, cutoff: float) -> cp_model.CpModel:
+def _model(milp: Milp, scale: int, cutoff: float, floor: float) -> cp_model.CpModel:
     """The model in CP-SAT's terms, as a proto: variable i of the Milp is variable i there."""
     model = cp_model.CpModel()
     proto = model.proto
@@ -81,6 +84,11 @@ def _model(milp: Milp, scale: int, cutoff: float) -> cp_model.CpModel:
     costs = [(x, c) for x, c in enumerate(milp.cost) if c]
     proto.objective.vars.extend([x for x, _ in costs])
     proto.objective.coeffs.extend([_whole(c, scale) for _, c in costs])
+    least = math.ceil(floor * scale - 1e-9 * floor)
+    if scale > 1:
+        least -= len(costs)  # each rounded down
+    if least > 0:
+        proto.objective.domain.extend([least, 2**62])
     if cutoff < math.inf:
         _at_most(proto, cutoff, costs)
     return model

@@ -99,7 +99,8 @@ def solve_whole(
     better: SimpleQueue[list[int]] = SimpleQueue()
     if model.is_for_sat:
         limited = effort < math.inf
-        minimise = partial(sat_minimise(), model.milp, effort=effort, at_once=better.put)
+        floor = (search.searched_ns - search.base) / model.unit_ns
+        minimise = partial(sat_minimise(), model.milp, floor=floor, effort=effort, at_once=better.put)
     share = 1.0 if work else FIRST_SHARE
     until = time.perf_counter() + share * search.left_s
     solve = partial(minimise, gap=tolerance_ns / model.unit_ns, cutoff=cutoff, seed=search.seed)

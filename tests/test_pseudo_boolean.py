@@ -53,6 +53,18 @@ def test_a_cutoff_is_proved_or_undercut() -> None:
     assert above.outcome is Outcome.SOLVED and above.cost == pytest.approx(best)
 
 
+@pytest.mark.parametrize("whole", [True, False])
+def test_what_is_known_of_cheap_solutions_is_not_proved_again(whole: bool) -> None:
+    milp = covering(2, whole=whole)
+    best = pseudo_boolean.minimise(milp, time_limit_s=20.0)
+    for floor in (best.cost / 2, best.bound, best.cost):
+        again = pseudo_boolean.minimise(milp, time_limit_s=20.0, floor=floor)
+        assert again.outcome is Outcome.SOLVED and again.cost == pytest.approx(best.cost)
+        assert floor - 0.02 <= again.bound <= best.cost + 1e-9
+    dearer = pseudo_boolean.minimise(milp, time_limit_s=20.0, floor=best.cost + 0.5)
+    assert dearer.cost >= best.cost + 0.5 - 0.02 and dearer.bound >= best.cost + 0.5 - 0.02
+
+
 def test_a_gap_is_enough() -> None:
     milp = covering(3, whole=True)
     best = pseudo_boolean.minimise(milp, time_limit_s=20.0).cost
