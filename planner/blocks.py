@@ -194,7 +194,7 @@ class BlockSolver:
             self.cut_short |= answer.outcome is Outcome.STOPPED
             if answer.values is None:
                 return None, answer.outcome is Outcome.INFEASIBLE
-            found = walk(model, answer)
+            found = walk(model, answer.values)
             runs = found.runs
             trace = simulate(graph, with_frees(graph, runs))
             if trace.peak_bytes <= peak_bytes:

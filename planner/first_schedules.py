@@ -113,7 +113,7 @@ def follow_guides(search: StageSearch, closed_graph: Graph, event: Event, until:
         )
         if answer.values is None or search.done() or time.perf_counter() >= until:
             return
-        search.follow(walk(model, answer).runs)
+        search.follow(walk(model, answer.values).runs)
         idle = idle + 1 if search.time_ns is not None and search.time_ns == before_ns else 0
         if idle == IDLE_GUIDES:
             return

@@ -117,7 +117,7 @@ def _walks(
             )
             if answer.values is None:
                 break
-            walked = walk(model, answer)
+            walked = walk(model, answer.values)
             found = walked.runs
             if len(events) >= EVENTS:
                 break

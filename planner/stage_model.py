@@ -113,21 +113,24 @@ class StageModel:
     tiny: frozenset[int]
     unit_ns: float
 
+    def refines(self, other: StageModel) -> bool:
+        """Whether no schedule costs less here than in the other model: there are only more stages and more values.
+
+        That may be less than it does take, as an op counts once a stage, and re-runs that only make what is tiny do not.
+        """
+        return set(self.events) >= set(other.events) and self.tiny <= other.tiny
+
     @property
     def is_for_sat(self) -> bool:
         """Whether CP-SAT solves it faster than HiGHS."""
         return sum(self.milp.integer) <= (SAT_RERUNS if max(self.happens) >= 0 else SAT_VARIABLES)
 
-    def kept(self, answer: Answer) -> list[frozenset[int]]:
-        """For each event, the values that its solution has in memory."""
-        assert answer.values is not None
-        values = answer.values
+    def kept(self, values: Sequence[float]) -> list[frozenset[int]]:
+        """For each event, what a solution has in memory."""
         return [frozenset(x for x, k in keep.items() if values[k] > 0.5) for keep in self.keep]
 
-    def happening(self, answer: Answer) -> list[bool]:
-        """For each event, whether its op runs in the solution."""
-        assert answer.values is not None
-        values = answer.values
+    def happening(self, values: Sequence[float]) -> list[bool]:
+        """For each event, whether its op runs in a solution."""
         return [m < 0 or values[m] > 0.5 for m in self.happens]
 
     def bound_ns(self, answer: Answer) -> int | None:
@@ -249,7 +252,7 @@ class Walk:
     stages: list[int]
 
 
-def walk(model: StageModel, answer: Answer) -> Walk:
+def walk(model: StageModel, values: Sequence[float]) -> Walk:
     """The sequence of ops that a solution stands for: each lost op again just before it is needed.
 
     After event j exactly what the solution keeps counts as present. Before an op runs, it re-runs what is missing, inputs first,
@@ -267,9 +270,9 @@ def walk(model: StageModel, answer: Answer) -> Walk:
         stages.append(stage)
         present.update(graph.ops[v].outputs)
 
-    def make(values: Iterable[int]) -> None:
+    def make(wanted: Iterable[int]) -> None:
         missing: set[int] = set()
-        todo = [producer[x] for x in values if x not in present]
+        todo = [producer[x] for x in wanted if x not in present]
         while todo:
             v = todo.pop()
             if v not in missing:
@@ -279,7 +282,7 @@ def walk(model: StageModel, answer: Answer) -> Walk:
             run(v)
 
     stage = 0
-    kept, happening = model.kept(answer), model.happening(answer)
+    kept, happening = model.kept(values), model.happening(values)
     for i, op in enumerate(graph.ops):
         while stage < len(events) and events[stage].at <= i:
             at = graph.ops[events[stage].op] if happening[stage] else None

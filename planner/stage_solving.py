@@ -85,11 +85,19 @@ def idle_events(model: StageModel, answer: Answer) -> list[Event]:
 
 
 def solve_whole(
-    search: StageSearch, model: StageModel, tolerance_ns: float, aim: float, latest: Sequence[int], work: int, effort: float
+    search: StageSearch,
+    model: StageModel,
+    tolerance_ns: float,
+    aim: float,
+    latest: Sequence[int],
+    work: int,
+    effort: float,
+    floor_ns: int = 0,
 ) -> Answer:
     """Solve the MILP to a tolerance; costs from which on the gap is closed to ``aim`` need not be told apart.
 
-    effort  of CP-SAT at most, if that finds a solution
+    effort    of CP-SAT at most, if that finds a solution
+    floor_ns  no schedule takes less time in this model (see ``StageModel.refines``)
     """
     cutoff = math.inf
     if search.time_ns is not None:
@@ -99,7 +107,7 @@ def solve_whole(
     better: SimpleQueue[list[int]] = SimpleQueue()
     if model.is_for_sat:
         limited = effort < math.inf
-        floor = (search.searched_ns - search.base) / model.unit_ns
+        floor = max(0, floor_ns - search.base) / model.unit_ns
         minimise = partial(sat_minimise(), model.milp, floor=floor, effort=effort, at_once=better.put)
     share = 1.0 if work else FIRST_SHARE
     until = time.perf_counter() + share * search.left_s
@@ -110,11 +118,11 @@ def solve_whole(
         values = None
         while not better.empty():
             values = better.get()
-        return None if values is None else walk(model, Answer(Outcome.STOPPED, [float(x) for x in values], 0.0, 0.0)).runs
+        return None if values is None else walk(model, values).runs
 
     answer = _alongside(search, solve, latest, work, until, limited=limited, more=more)
     if answer.outcome is Outcome.STOPPED and answer.values is None and effort < math.inf and not search.done():
-        return solve_whole(search, model, tolerance_ns, aim, latest, 0, math.inf)
+        return solve_whole(search, model, tolerance_ns, aim, latest, 0, math.inf, floor_ns)
     return answer
 
 

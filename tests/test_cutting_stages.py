@@ -459,7 +459,7 @@ def test_walks_beyond_a_milp_follow_its_solutions_as_they_come(monkeypatch: pyte
     search.beyond = search.walks.apart(1)
     monkeypatch.setattr(search.beyond, "follow", lambda runs, **_: followed.append(list(runs)))
     stage_solving.solve_whole(search, model, 0.0, 0.0, range(len(graph.ops)), 1_000, math.inf)
-    assert followed == [walk(model, Answer(Outcome.STOPPED, values, 0.0, 0.0)).runs]  # the best alone
+    assert followed == [walk(model, values).runs]  # the best alone
     assert followed[0] != list(range(len(graph.ops)))
 
 

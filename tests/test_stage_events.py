@@ -8,6 +8,7 @@ from random import Random
 
 import pytest
 
+import planner.stage_model
 from graphs.ir import Graph, Op, Value
 from graphs.synthetic import chain
 from planner import pseudo_boolean
@@ -19,6 +20,12 @@ from planner.stage_events import missing, next_first_runs, tightest
 from planner.stage_model import Event, StageModel, Walk, stage_model, walk, with_end
 from tests.oracles import least_time
 from tests.strategies import budget_range, random_graph
+
+
+def solution(model: StageModel) -> list[float]:
+    values = solved(model).values
+    assert values is not None
+    return values
 
 
 def solved(model: StageModel) -> Answer:
@@ -47,7 +54,7 @@ def until_nothing_is_missing(graph: Graph, budget_bytes: int, events: list[Event
         answer = solved(model)
         if answer.values is None:
             return model, answer, None
-        found = walk(model, answer)
+        found = walk(model, answer.values)
         more, _ = missing(model, graph, found, budget_bytes, 2)
         assert not set(more) & set(events)
         if not more:
@@ -89,6 +96,102 @@ def test_no_event_rules_out_an_optimum(start: str) -> None:
     assert raised >= 5 and attained >= 0.95 * checked
 
 
+def random_runs(graph: Graph, draw: Random) -> list[int]:
+    """First executions in graph order, each after re-runs of what it lacks; values are lost at random."""
+    runs, present = list[int](), set(graph.resident)
+
+    def make(v: int) -> None:
+        for x in graph.ops[v].inputs:
+            if x not in present:
+                make(graph.producer[x])
+        runs.append(v)
+        present.update(graph.ops[v].outputs)
+
+    for op in range(len(graph.ops)):
+        make(op)
+        lost = {x for x in present - graph.resident if draw.random() < 0.4 and not graph.ops[graph.producer[x]].effect}
+        present -= lost
+    for x in sorted(graph.outputs - present):
+        if x not in present:
+            make(graph.producer[x])
+    return runs
+
+
+def encoded(model: StageModel, graph: Graph, sequence: list[int]) -> list[float]:
+    """What the variables of a model without spans are for a schedule, but for re-runs that only make what is tiny."""
+    runs, held = list[int](), [graph.outputs]  # from the end on; what is held right after each run, inputs and all
+    needed = graph.outputs - model.tiny
+    for i, v in reversed(list(enumerate(sequence))):
+        op = graph.ops[v]
+        if v not in sequence[:i] or not needed.isdisjoint(op.outputs):
+            runs.append(v)
+            held.append(frozenset({*needed, *op.inputs, *op.outputs}))
+            needed = needed - {*op.outputs} | {*op.inputs} - model.tiny
+    runs, held = runs[::-1], held[::-1]
+    place = {float(t): runs.index(t) for t in range(len(graph.ops))} | {float(len(graph.ops)): len(runs)}
+    kept = {at: held[i] for at, i in place.items()}
+    happens = dict.fromkeys(place, False)
+    for event in sorted(model.events, key=lambda event: event.at - event.until):
+        if event.is_rerun:
+            since, until = place[event.since], place[event.until]
+            last = max((i for i in range(since + 1, until) if runs[i] == event.again), default=None)
+            happens[event.at] = last is not None
+            place[event.at], kept[event.at] = (since, kept[event.since]) if last is None else (last, held[last])
+    values = [0.0] * len(model.milp.cost)
+    ends = [*(place[event.at] for event in model.events[1:]), len(runs)]
+    for event, keep, rerun, m, end in zip(model.events, model.keep, model.rerun, model.happens, ends, strict=True):
+        begin = place[event.at]
+        values = values if m < 0 else [*values[:m], float(happens[event.at]), *values[m + 1 :]]
+        for x, k in keep.items():
+            values[k] = float(x in kept[event.at])
+        for v, r in rerun.items():
+            values[r] = float(v in [runs[i] for i in range(begin + 1, end) if i != runs.index(v)])
+    return values
+
+
+def broken_rows(model: StageModel, values: list[float]) -> list[int]:
+    milp = model.milp
+    sums = [0.0] * len(milp.row_lower)
+    for row, x, a in milp.entries:
+        sums[row] += a * values[x]
+    sides = zip(milp.row_lower, sums, milp.row_upper, strict=True)
+    bounds = zip(milp.lower, values, milp.upper, strict=True)
+    rows = [row for row, (low, total, high) in enumerate(sides) if not low - 1e-6 <= total <= high + 1e-6]
+    return rows + [-1 - x for x, (low, value, high) in enumerate(bounds) if not low <= value <= high]
+
+
+def test_schedules_satisfy_all_rows_and_cost_no_less_where_a_model_has_more_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no more than they take: a re-run counts once a stage."""
+    monkeypatch.setattr(planner.stage_model, "_passing", lambda _: {})
+    dearer = twice = 0
+    for seed in range(300):
+        draw = Random(seed)
+        graph = random_graph(seed, max_ops=9, effect=seed % 5 == 0)
+        runs = random_runs(graph, draw)
+        trace = simulate(graph, with_frees(graph, runs))
+        events = with_reruns(graph, draw, draw.randint(0, 8))
+        around = {t for event in events if event.is_rerun for t in (event.done, event.done + 1)}
+        events = [event for event in events if event.is_rerun or event.at in around or draw.random() < 0.6]
+        fewer = [event for event in events if not event.is_rerun and (event.at in around or draw.random() < 0.5)]
+        shares = sorted((0.0, draw.choice((0.0, 0.1, 0.3))))
+        model, other = (
+            stage_model(with_end(graph), trace.peak_bytes, which or [tightest(graph)], tiny_share=share)
+            for which, share in zip((events or fewer, fewer or events), shares, strict=True)
+        )
+        costs = list[float]()
+        for each in (other, model):
+            values = encoded(each, graph, runs)
+            assert not broken_rows(each, values), seed
+            costs.append(graph.keep_all_time_ns + each.milp.cost_of(values) * each.unit_ns)
+        assert costs[0] <= trace.time_ns + 1e-6 and costs[1] <= trace.time_ns + 1e-6, seed
+        if model.refines(other):
+            assert costs[0] <= costs[1] + 1e-6, seed
+            dearer += costs[0] < costs[1] - 1e-6
+        assert other.refines(model) == (model.events == other.events and model.tiny == other.tiny), seed
+        twice += costs[1] < trace.time_ns - 1e-6
+    assert dearer >= 50 and twice >= 5
+
+
 def two_heavy_reruns() -> Graph:
     """a and b are made from x by ops that need much, and are read again when y has come and gone, which leaves room for x."""
     values = (Value("x", 2), Value("a", 3), Value("b", 3), Value("y", 10), Value("z", 1), Value("last", 1))
@@ -113,7 +216,7 @@ def test_an_overflow_asks_for_the_first_execution_then_that_before_it_then_the_r
     events, asked = [Event(3)], list[Event]()
     while True:
         model = stage_model(closed, LEAST_BYTES, events)
-        found = walk(model, solved(model))
+        found = walk(model, solution(model))
         more, _ = missing(model, graph, found, LEAST_BYTES, 2)
         if not more:
             break
@@ -143,8 +246,8 @@ def test_a_rerun_has_its_inputs_and_outputs_in_memory_and_is_the_last_of_its_op(
         answer = solved(model)
         assert (answer.outcome is Outcome.SOLVED) == (happens[0] <= happens[1])
         if answer.values is not None:
-            kept = model.kept(answer)
-            assert model.happening(answer) == [True, *(fixed == 1.0 for fixed in happens), True]
+            kept = model.kept(answer.values)
+            assert model.happening(answer.values) == [True, *(fixed == 1.0 for fixed in happens), True]
             for j, reads_and_makes in ((1, {0, 1}), (2, {0, 2}), (3, {0})):
                 assert not happens[j - 1] or reads_and_makes <= kept[j]
 
@@ -192,8 +295,7 @@ def test_walks_keep_what_only_an_effect_made() -> None:
         graph = random_graph(seed, max_ops=9, effect=True)
         closed = with_end(graph)
         model = stage_model(closed, graph.resident_bytes + 1, [Event(t) for t in range(1, len(graph.ops))])
-        nothing = Answer(Outcome.SOLVED, [0.0] * len(model.milp.cost), 0.0, 0.0)
-        sequence = walk(model, nothing).runs
+        sequence = walk(model, [0.0] * len(model.milp.cost)).runs
         once = [v for v, op in enumerate(graph.ops) if op.effect]
         assert all(sequence.count(v) == 1 for v in once), seed
         read_again += any(len(graph.consumers[x]) > 1 for v in once for x in graph.ops[v].outputs)
@@ -205,7 +307,7 @@ def test_a_large_overflow_asks_for_an_event_where_most_of_it_is_past() -> None:
     closed = with_end(graph)
     for budget_bytes, is_large in ((8, True), (30, False)):
         model = stage_model(closed, budget_bytes, [Event(40)])
-        found = walk(model, solved(model))
+        found = walk(model, solution(model))
         schedule = with_frees(graph, found.runs)
         held_bytes, coming = simulate(graph, schedule).memory_bytes, next_first_runs(graph, schedule)
         assert (max(held_bytes) > 2 * budget_bytes) == is_large
@@ -229,7 +331,7 @@ def test_reruns_wait_where_first_executions_are_asked_for() -> None:
         answer = solved(model)
         if answer.values is None:
             continue
-        found = walk(model, answer)
+        found = walk(model, answer.values)
         both, late = (missing(model, graph, found, low, 9, reruns_last=last)[0] for last in (False, True))
         first_runs, reruns = [e for e in both if not e.is_rerun], [e for e in both if e.is_rerun]
         assert late == (first_runs or reruns), seed

@@ -194,13 +194,13 @@ def _rounds(search: StageSearch) -> bool:
                 try_blocks(search)  # a MILP may take long
             add_spans(model)
             work = work_beside(search, model, round_.number)
-            answer = solve_whole(search, model, round_.tolerance_ns, round_.aim, sequence, work, round_.effort)
+            answer = solve_whole(search, model, round_.tolerance_ns, round_.aim, sequence, work, round_.effort, round_.floor_ns)
         if answer.outcome is Outcome.INFEASIBLE:
             _none_in_order(search, ask=round_.number == 1)
             return False
-        search.raise_bound(model.bound_ns(answer), restricted=False)
+        round_.prove(model.bound_ns(answer))
         if answer.values is not None:
-            found = walk(model, answer)
+            found = walk(model, answer.values)
             sequence = found.runs
             search.offer(with_frees(graph, sequence), "walk")
         if search.done(round_.aim):
@@ -233,6 +233,8 @@ class _Round:
     refined: int = 0  # how many times in a row nothing but a finer tolerance was left
     large: float = LARGE  # what overflow asks for second events
     seconds: list[Event] = field(default_factory=list)  # those of the round before
+    floor_ns: int = 0  # proved for the models so far that the present one refines
+    latest: StageModel | None = None
 
     def __post_init__(self) -> None:
         self.finest_ns = max(EXACT * self.search.gap, FINEST) * self.search.base
@@ -245,6 +247,9 @@ class _Round:
         search.notes.update(events=len(self.events), rounds=self.number)
         self.tiny_share = MOST_TINY if search.is_far and self.near_share > TINY else self.near_share
         model = stage_model(self.closed_graph, search.budget_bytes, self.events, tiny_share=self.tiny_share)
+        if self.latest is not None and not model.refines(self.latest):
+            self.floor_ns = 0
+        self.latest = model
         is_cheap = self.number <= CHEAP_ROUNDS and len(model.milp.cost) <= CHEAP_VARIABLES
         self.is_dear = self.number > 1 and not is_cheap
         self.may_relax = self.number > 1 and not self.refined
@@ -255,6 +260,11 @@ class _Round:
             coarse = SAT_COARSE if model.is_for_sat else COARSE
             self.tolerance_ns = max(self.finest_ns, coarse * search.distance_ns * 0.1**self.refined)
         return model
+
+    def prove(self, bound_ns: int | None) -> None:
+        """Note a bound that the model gives."""
+        self.search.raise_bound(bound_ns, restricted=False)
+        self.floor_ns = max(self.floor_ns, bound_ns or 0)
 
     def refine(self, model: StageModel, answer: Answer, found: Walk, *, relaxed: bool) -> bool:
         """Add what the walk of the solution overflows, or else ask for a more exact one; False where neither is left."""
