@@ -35,7 +35,7 @@ def minimise(
 ) -> Answer:
     """As ``Milp.minimise``, for costs of 0 and more; ``effort`` and ``at_once`` as in ``cp_sat.minimise``.
 
-    floor  only solutions that cost at least this matter, and the bound is one on these
+    floor  no solution costs less, which need not be proved again
 
     Fractions are taken for zeros and ones. That must lose no solution, as where they are no more than auxiliaries of the
     integer variables.

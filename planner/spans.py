@@ -11,7 +11,7 @@ more events may be weaker than one with fewer. What cures that holds for the sta
 
 A solver that branches is the faster for all of it (``add_spans``). A large relaxation is better off without the z: they can be
 chosen if and only if no path of this kind is too short. It begins with a value that is asked for and its K[i]. At an op it either
-pays the op's R in its last stage, and M at that stage's beginning (in rows, not where it leaves for an input right there), and
+pays the op's R in its last stage, and M at that stage's beginning (rows leave it out where the path turns to an input there), and
 goes on with the stages before that, or pays the K[i] of an input and goes on with the op that makes it; it ends where no stage is
 left, or at an op that cannot run again. What it has paid is at least 1, or the K[j+1] that asks, less its M[j+1]:
 

@@ -22,10 +22,10 @@ means: by an op that runs for the first time in the stage or at its end.
     nothing    R[i, u_j] ≤ M[j];  M[i] ≤ M[j]           stages i from the event on that was before j; re-runs i put before j
 
 This is Checkmate's MILP (Jain et al., MLSys 2020, eq. 9), for values instead of ops, with most stages and memory rows left
-out, and with others inside of its stages. Every schedule that fits, with this order of first executions, satisfies all rows (of
-values that only pass on, see below: one as cheap does), so the optimum bounds its extra time from below, for any events, and
-however often an op runs again between two first executions. (Checkmate's own rows for memory there hold where every op runs again
-at most once, in op order.)
+out, and with others inside of its stages. Every schedule that fits, with this order of first executions, satisfies all rows (but
+those of values that only pass on, see below; then a solution that is no dearer does), so the optimum bounds its extra time from
+below, for any events, and however often an op runs again between two first executions. (Checkmate's own rows for memory there
+hold where every op runs again at most once, in op order.)
 
 Its relaxation needs rows on several stages in a row as well, and so does whoever solves it (``planner.spans``).
 
@@ -114,9 +114,9 @@ class StageModel:
     unit_ns: float
 
     def refines(self, other: StageModel) -> bool:
-        """Whether no schedule costs less here than in the other model: there are only more stages and more values.
+        """Whether no solution costs less than the other model's optimum, as there are only more events and more values.
 
-        That may be less than it does take, as an op counts once a stage, and re-runs that only make what is tiny do not.
+        With stages taken together and values left out, a solution of this model is one of the other, and costs no more there.
         """
         return set(self.events) >= set(other.events) and self.tiny <= other.tiny
 

@@ -97,7 +97,7 @@ def solve_whole(
     """Solve the MILP to a tolerance; costs from which on the gap is closed to ``aim`` need not be told apart.
 
     effort    of CP-SAT at most, if that finds a solution
-    floor_ns  no schedule takes less time in this model (see ``StageModel.refines``)
+    floor_ns  no solution of this model takes less time (see ``StageModel.refines``)
     """
     cutoff = math.inf
     if search.time_ns is not None:

@@ -506,6 +506,38 @@ def test_cp_sat_out_of_time_is_noted_even_a_little_early(monkeypatch: pytest.Mon
     assert solve(graph, budget_bytes, gap=0.0, time_limit_s=1).notes["cut_short"]
 
 
+def test_cp_sat_is_told_what_is_proved_about_models_with_fewer_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = 0
+    whole = pseudo_boolean.minimise
+
+    def minimise(milp: Milp, *, floor: float = 0.0, **options: Any) -> Answer:
+        nonlocal told
+        if floor > 0:
+            told += 1
+            assert whole(milp, time_limit_s=20.0).cost >= floor - 1e-6
+        return whole(milp, floor=floor, **options)
+
+    monkeypatch.setattr(pseudo_boolean, "minimise", minimise)
+    for seed in range(4):
+        graph = random_training(14, seed)
+        solve(graph, int(0.6 * simulate(graph, keep_all(graph)).peak_bytes), gap=0.0, time_limit_s=3)
+    assert told >= 5
+
+
+def test_nothing_is_known_of_a_model_once_events_have_gone() -> None:
+    search = walking()
+    graph = with_end(search.graph)
+    round_ = cutting_stages._Round(search, graph, [Event(60), Event(100)])
+    known_ns = []
+    for events in ([60, 100], [60, 80, 100], [60, 100], [60, 100, 120]):
+        round_.events = [Event(t) for t in events]
+        round_.next_model()
+        known_ns.append(round_.floor_ns - search.base)
+        round_.prove(search.base + len(known_ns))
+    assert known_ns == [-search.base, 1, -search.base, 3]
+    assert search.searched_ns == search.base + 4
+
+
 def test_a_better_order_is_measured_against_what_holds_for_all_orders() -> None:
     graph = random_layered("RL1", seed=0)
     budget_bytes = int(0.7 * simulate(graph, keep_all(graph)).peak_bytes)

@@ -53,6 +53,15 @@ def test_a_cutoff_is_proved_or_undercut() -> None:
     assert above.outcome is Outcome.SOLVED and above.cost == pytest.approx(best)
 
 
+def hard() -> Milp:
+    """A covering that nobody solves in seconds."""
+    draw, milp = random.Random(0), Milp()
+    chosen = [milp.binary(draw.uniform(1, 2)) for _ in range(400)]
+    for _ in range(400):
+        milp.at_least(3, draw.sample(chosen, 20))
+    return milp
+
+
 @pytest.mark.parametrize("whole", [True, False])
 def test_what_is_known_of_cheap_solutions_is_not_proved_again(whole: bool) -> None:
     milp = covering(2, whole=whole)
@@ -63,6 +72,10 @@ def test_what_is_known_of_cheap_solutions_is_not_proved_again(whole: bool) -> No
         assert floor - 0.02 <= again.bound <= best.cost + 1e-9
     dearer = pseudo_boolean.minimise(milp, time_limit_s=20.0, floor=best.cost + 0.5)
     assert dearer.cost >= best.cost + 0.5 - 0.02 and dearer.bound >= best.cost + 0.5 - 0.02
+    soon = pseudo_boolean.minimise(hard(), time_limit_s=20.0, effort=1.0)
+    assert soon.outcome is Outcome.STOPPED and soon.cost - soon.bound > 0.05 * soon.cost
+    known = pseudo_boolean.minimise(hard(), time_limit_s=20.0, effort=1.0, gap=0.05 * soon.cost, floor=0.97 * soon.cost)
+    assert known.outcome is Outcome.SOLVED
 
 
 def test_a_gap_is_enough() -> None:
@@ -71,15 +84,6 @@ def test_a_gap_is_enough() -> None:
     rough = pseudo_boolean.minimise(milp, time_limit_s=20.0, gap=best)
     assert rough.outcome is Outcome.SOLVED
     assert rough.bound <= best <= rough.cost
-
-
-def hard() -> Milp:
-    """A covering that nobody solves in seconds."""
-    draw, milp = random.Random(0), Milp()
-    chosen = [milp.binary(draw.uniform(1, 2)) for _ in range(400)]
-    for _ in range(400):
-        milp.at_least(3, draw.sample(chosen, 20))
-    return milp
 
 
 def test_out_of_time_there_is_a_bound_and_a_solution() -> None:
