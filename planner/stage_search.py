@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from planner.coarsening import Coarse, coarsen
 from planner.incumbent import Incumbent
 from planner.on_demand import annealed_walks, walk_search
 from planner.schedule import computes, first_runs, in_graph_order, with_frees
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 BEYOND_WORK = 200_000  # of list walks between two looks at the clock
 APART = 1_000_000_000  # between their seed and that of others
+LOST, EXTRA = 5e-4, 0.02  # shares of the keep-all time and of the budget that an op of the coarser graph may lose
 FAR_AWAY = 0.05  # share of the keep-all time that is a long way from the bound to the best schedule
 
 
@@ -28,10 +30,11 @@ class StageSearch(Incumbent):
 
     seed: int
     any_order: bool = False
-    nested: bool = False  # in another order than that of the graph that is asked about, which annealing has ended in
+    nested: bool = False  # in another order than that of the graph that is asked about, or in a coarser graph
     begun: bool = field(default=False, init=False)
     reordered: bool = field(default=False, init=False)  # whether other orders have been searched
     chained: bool = field(default=False, init=False)
+    coarsened: bool = field(default=False, init=False)  # whether a coarser graph has been solved
     relaxes: bool = field(default=True, init=False)  # whether relaxations are worth their time
     stalled: int = field(default=0, init=False)  # how many of them in a row have hardly raised the bound
     climbed: float = field(default=0.0, init=False)  # how far the last one raised it, as a share of what is left to the incumbent
@@ -55,6 +58,11 @@ class StageSearch(Incumbent):
     def trained(self) -> bool:
         """Whether the graph has a backward pass."""
         return any(op.backward for op in self.graph.ops)
+
+    @cached_property
+    def coarser(self) -> Coarse:
+        """A coarser graph, which may lose little at a time."""
+        return coarsen(self.graph, LOST * self.base, EXTRA * self.budget_bytes)
 
     @property
     def base(self) -> int:

@@ -182,8 +182,38 @@ def solve_by_sat(monkeypatch: pytest.MonkeyPatch, variables: int) -> None:
     monkeypatch.setattr(planner.stage_model, "SAT_RERUNS", variables)
 
 
+def coarser_first(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Solve a coarser graph before any MILP but the first one's; the sizes of those graphs."""
+    sizes: list[int] = []
+    nested = cutting_stages._run_nested
+
+    def counted(search: StageSearch, inner: StageSearch, *start: Any) -> None:
+        sizes.append(len(inner.graph.ops))
+        nested(search, inner, *start)
+
+    for name, value in {"COARSE_DISTANCE": -1.0, "HALF": 1.0, "CHEAP_VARIABLES": 0}.items():
+        monkeypatch.setattr(cutting_stages, name, value)
+    monkeypatch.setattr(stage_search, "LOST", 0.1)
+    monkeypatch.setattr(stage_search, "EXTRA", 0.1)
+    monkeypatch.setattr(cutting_stages, "_run_nested", counted)
+    solve_by_sat(monkeypatch, 0)
+    return sizes
+
+
 @pytest.mark.parametrize(
-    "part", ["CP-SAT", "HiGHS", "passing", "blocks", "re-runs", "relaxations", "whole ones only", "small values", "first efforts"]
+    "part",
+    [
+        "CP-SAT",
+        "HiGHS",
+        "passing",
+        "blocks",
+        "re-runs",
+        "relaxations",
+        "whole ones only",
+        "small values",
+        "first efforts",
+        "fine graphs only",
+    ],
 )
 def test_without_some_part_the_optimum_is_the_same(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if part == "passing":
@@ -199,6 +229,8 @@ def test_without_some_part_the_optimum_is_the_same(part: str, monkeypatch: pytes
         monkeypatch.setattr(cutting_stages, "MOST_TINY", 0.5)
     else:
         solve_by_sat(monkeypatch, 10**9 if part == "HiGHS" else 0)
+    if part == "fine graphs only":  # the other way round: always a coarser one first
+        coarser_first(monkeypatch)
     if part == "relaxations":
         monkeypatch.setattr(cutting_stages, "solve_relaxed", lambda search, model, rows, *_: (None, rows))
     elif part == "whole ones only":
@@ -682,6 +714,27 @@ def test_interrupted_beside_another_order_it_keeps_what_walks_had_just_found(mon
     monkeypatch.setattr(AnnealedWalks, "improve", interrupted)
     found = solve(graph, int(0.85 * peak_bytes), gap=0.0, time_limit_s=20, start=start.schedule)
     assert walked_ns and found.time_ns == min(walked_ns) and found.notes["stopped"] == "interrupted"
+
+
+def test_interrupted_in_a_coarser_graph_it_keeps_what_was_found_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = random_training(60, 3)
+    budget_bytes = int(0.75 * simulate(graph, keep_all(graph)).peak_bytes)
+    sizes, nested, inner_ns = coarser_first(monkeypatch), cutting_stages._run_nested, list[int]()
+
+    def interrupted_there(search: StageSearch, inner: StageSearch, *start: Any) -> None:
+        search.best = search.time_ns = None  # so that what is found there is news
+        nested(search, inner, *start)
+        assert inner.time_ns is not None
+        inner_ns.append(inner.time_ns)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cutting_stages, "_run_nested", interrupted_there)
+    told: list[str] = []
+    found = solve(graph, budget_bytes, gap=0.0, time_limit_s=10, progress=lambda **news: told.append(news["phase"]))
+    assert len(inner_ns) == 1 and sizes[0] < len(graph.ops)
+    assert found.notes["stopped"] == "interrupted" and found.schedule is not None
+    assert found.time_ns is not None and found.time_ns <= inner_ns[0] and found.peak_bytes <= budget_bytes
+    assert "coarser graph" in told and any(phase.endswith(", in a coarser graph") for phase in told)
 
 
 def test_blocks_in_another_order_count_where_nothing_else_is_known(monkeypatch: pytest.MonkeyPatch) -> None:

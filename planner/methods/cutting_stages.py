@@ -4,9 +4,10 @@ Memory is tight around a few moments. A MILP with stages at those events only (`
 every schedule that keeps the graph's order of first executions, and its solution, walked, often is a schedule that attains
 the bound. Where the walk overflows the budget, the overflow says which event was missing (``planner.stage_events``): a first
 execution, or a re-run that splits a stage. Each round adds some. Where the relaxation's solution is nearly whole, it will do.
-Meanwhile list walks along that walk, and a search among them (``planner.walk_search``), find schedules that do fit, and so does
-a chain of blocks (``planner.block_chain``). Where any order will do, or nothing fits in the graph's, others are searched
-(``planner.order_search``); where the best schedule has another order than the graph, all of this is done for that.
+Meanwhile list walks along that walk, and a search among them (``planner.walk_search``), find schedules that do fit, and so do
+a chain of blocks (``planner.block_chain``) and the same method on a coarser graph (``planner.coarsening``). Where any order will
+do, or nothing fits in the graph's, others are searched (``planner.order_search``); where the best schedule has another order than
+the graph, all of this is done for that.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from planner.first_schedules import follow_guides, pebble, prove_least, try_bloc
 from planner.milp import Answer, Outcome
 from planner.order_search import anneal_on, search_orders
 from planner.result import Plan
-from planner.schedule import Schedule, computes, first_runs, in_graph_order, keep_all, renumbered, with_frees
+from planner.schedule import Schedule, computes, first_runs, in_graph_order, keep_all, put_in_graph_order, renumbered, with_frees
 from planner.spans import SpanRow, add_spans
 from planner.stage_events import LARGE, missing, tightest
 from planner.stage_model import TINY, Event, StageModel, Walk, stage_model, walk, with_end
@@ -37,6 +38,10 @@ NEW_PER_ROUND, STEEP, NEW_RELAXED, RELAXED_VARIABLES = 2, 0.03, 4, 8_000
 # Blocks are tried after so many rounds, before a large MILP where the bound is this share of the keep-all time away, or at once
 # where it is far away or nothing fits so far.
 BLOCKS_ROUND, BLOCKS_DISTANCE = 3, 0.02
+# A coarser graph is solved before a large MILP where the bound is this share of the keep-all time away: one of half of the ops at
+# most, or of this share where the MILP has so many variables that nothing may come of it, or nothing fits so far. It takes this
+# share of the time left; and work for list walks along its schedule.
+COARSE_DISTANCE, HALF, FEWER, HOPELESS_VARIABLES, COARSE_SHARE, COARSE_WORK = 0.01, 0.5, 0.8, 10_000, 0.4, 2_000_000
 # Of the time that is left at most: annealing, for graphs without a backward pass, on which list walks do poorly, or in any order
 # where nothing fits so far; search among all orders, where any will do.
 ANNEAL_SHARE, ORDERS_SHARE = 0.4, 0.75
@@ -163,18 +168,57 @@ def _solve_in(search: StageSearch, start: Schedule, time_limit_s: float) -> None
     graph = search.graph.in_order(order)
     inner = StageSearch(graph, search.budget_bytes, search.gap, time_limit_s, search.progress, seed=search.seed, nested=True)
     try:
-        _run(inner, renumbered(start, {v: i for i, v in enumerate(order)}))
+        _run_nested(search, inner, renumbered(start, {v: i for i, v in enumerate(order)}))
+    finally:
+        proved_ns = min(inner.bound_ns, inner.time_ns or inner.bound_ns)
+        search.solved_order, search.restricted_bound_ns = order, proved_ns if proved_ns > search.base else None
+        if inner.best is not None:
+            search.offer(renumbered(inner.best, order), f"{inner.notes['found_by']}, in another order")
+            search.notes.update({key: inner.notes[key] for key in ("events", "rounds") if key in inner.notes})
+
+
+def _run_nested(search: StageSearch, inner: StageSearch, start: Schedule | None = None) -> None:
+    """The method within another search; what it has found counts however it ends."""
+    try:
+        _run(inner, start)
     except KeyboardInterrupt:
         inner.notes["stopped"] = "interrupted"
         raise
     finally:
         inner.take_last()
-        proved_ns = min(inner.bound_ns, inner.time_ns or inner.bound_ns)
-        search.solved_order, search.restricted_bound_ns = order, proved_ns if proved_ns > search.base else None
         search.tell_cut_short("cut_short" in inner.notes or inner.notes.get("stopped") == "time limit")
+
+
+def _before_long(search: StageSearch, model: StageModel) -> None:
+    """Look for a better schedule by other means before a MILP that may take long."""
+    if search.distance_ns > BLOCKS_DISTANCE * search.base:
+        try_blocks(search)
+    if search.distance_ns > COARSE_DISTANCE * search.base and not model.is_for_sat:
+        _solve_coarser(search, FEWER if len(model.milp.cost) > HOPELESS_VARIABLES else HALF)
+
+
+def _solve_coarser(search: StageSearch, fewer: float) -> None:
+    """Solve a coarser graph, once, for a schedule that list walks go on from.
+
+    fewer  share of the ops that it may have at most
+    """
+    if search.coarsened or search.nested or search.done() or len(search.coarser.graph.ops) > fewer * len(search.graph.ops):
+        return
+    search.coarsened = True
+    graph, time_limit_s = search.coarser.graph, COARSE_SHARE * search.left_s
+
+    def tell(**_: object) -> None:  # its bound holds for the coarser graph only
+        search.report("coarser graph")
+
+    inner = StageSearch(graph, search.budget_bytes, search.gap, time_limit_s, tell, seed=search.seed, nested=True)
+    try:
+        _run_nested(search, inner)
+    finally:
         if inner.best is not None:
-            search.offer(renumbered(inner.best, order), f"{inner.notes['found_by']}, in another order")
-            search.notes.update({key: inner.notes[key] for key in ("events", "rounds") if key in inner.notes})
+            runs = put_in_graph_order(search.graph, search.coarser.expand(computes(inner.best)))
+            search.offer(with_frees(search.graph, runs), f"{inner.notes['found_by']}, in a coarser graph")
+    if inner.best is not None:
+        search.follow(runs, COARSE_WORK)
 
 
 def _rounds(search: StageSearch) -> bool:
@@ -190,8 +234,10 @@ def _rounds(search: StageSearch) -> bool:
             return False
         relaxed = answer is not None
         if answer is None:
-            if round_.is_dear and search.distance_ns > BLOCKS_DISTANCE * search.base:
-                try_blocks(search)  # a MILP may take long
+            if round_.is_dear:
+                _before_long(search, model)
+                if search.done(round_.aim):
+                    return False
             add_spans(model)
             work = work_beside(search, model, round_.number)
             answer = solve_whole(search, model, round_.tolerance_ns, round_.aim, sequence, work, round_.effort, round_.floor_ns)
@@ -365,6 +411,7 @@ def _scrape(search: StageSearch) -> bool:
         return False
     if not search.trained:
         _elsewhere(search)
+    _solve_coarser(search, FEWER)
     if search.time_ns is None:
         pebble(search, least)
     return "infeasible" not in search.notes
