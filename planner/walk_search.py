@@ -121,7 +121,7 @@ class WalkSearch:
                         self._settle(self._walk.follow(plain, far=far, weights=weights, deadline=deadline), far, deadline)
 
     def follow(self, runs: Sequence[int], work: int = 0, *, deadline: float = math.inf) -> None:
-        """Follow a sequence that holds every op, in a valid order of first executions; its memory need not fit.
+        """Follow a sequence that holds every op, first ones in graph order (crosses rely on one order); its memory need not fit.
 
         work      for changes of what this leads to, before it is compared with older leads, on which more was spent
         deadline  as ``time.perf_counter`` tells it; no walk begins after it
