@@ -38,9 +38,9 @@ NEW_PER_ROUND, STEEP, NEW_RELAXED, RELAXED_VARIABLES = 2, 0.03, 4, 8_000
 # Blocks are tried after so many rounds, before a large MILP where the bound is this share of the keep-all time away, or at once
 # where it is far away or nothing fits so far.
 BLOCKS_ROUND, BLOCKS_DISTANCE = 3, 0.02
-# A coarser graph is solved before a large MILP where the bound is this share of the keep-all time away: one of half of the ops at
-# most, or of this share where the MILP has so many variables that nothing may come of it, or nothing fits so far. It takes this
-# share of the time left; and work for list walks along its schedule.
+# A coarser graph of half of the ops is solved before a large MILP where the bound is this share of the keep-all time away, and
+# where nothing fits so far; before a MILP of so many variables that nothing may come of it, one of this share of the ops. It
+# takes this share of the time left; and work for list walks along its schedule.
 COARSE_DISTANCE, HALF, FEWER, HOPELESS_VARIABLES, COARSE_SHARE, COARSE_WORK = 0.01, 0.5, 0.8, 10_000, 0.4, 2_000_000
 # Of the time that is left at most: annealing, for graphs without a backward pass, on which list walks do poorly, or in any order
 # where nothing fits so far; search among all orders, where any will do.
@@ -411,7 +411,7 @@ def _scrape(search: StageSearch) -> bool:
         return False
     if not search.trained:
         _elsewhere(search)
-    _solve_coarser(search, FEWER)
+    _solve_coarser(search, HALF)
     if search.time_ns is None:
         pebble(search, least)
     return "infeasible" not in search.notes
