@@ -7,20 +7,20 @@ A schedule of it is one of the graph, with the same time, the same order of firs
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 from graphs.ir import Graph, Op
 
-MOST_OPS = 40  # in a row that are looked at as one
+MOST_OPS = 20  # in a row that are looked at as one
 
 
 @dataclass(frozen=True, slots=True)
 class Coarse:
     """A graph, and what it is coarser than.
 
-    graph   its values are those of the finer one that are read beyond the op that makes them, numbered anew
+    graph   its values are those of the finer one that are resident, or wanted beyond the op of it that makes them, numbered anew
     starts  its op i stands for the ops starts[i] … starts[i + 1] - 1 of the finer one, in their order
     """
 
@@ -32,11 +32,14 @@ class Coarse:
         return [v for i in runs for v in range(self.starts[i], self.starts[i + 1])]
 
 
-def coarsen(graph: Graph, lost_ns: float, extra_bytes: float) -> Coarse:
-    """As few ops as there can be. None reaches from the forward into the backward pass; what has an effect stays alone.
+def coarsen(graph: Graph, lost_ns: float, extra_bytes: float, *, deadline: float = math.inf) -> Coarse:
+    """As few ops as rows of up to ``MOST_OPS`` give, and of such ways the one that loses least.
+
+    None reaches from the forward into the backward pass; what has an effect stays alone.
 
     lost_ns      what an op may take more than that part of it which one of its outputs needs, where its others are there
     extra_bytes  what its inputs, outputs and workspace may be more than what its parts, one after the other, need at once
+    deadline     as ``time.perf_counter`` tells it; ops that are looked at later stay alone
     """
     count = len(graph.ops)
     last = [readers[-1] if readers else -1 for readers in graph.consumers]
@@ -46,7 +49,8 @@ def coarsen(graph: Graph, lost_ns: float, extra_bytes: float) -> Coarse:
     best: list[tuple[float, float, int]] = [(0, 0.0, 0), *([(math.inf, math.inf, 0)] * count)]
     for start in range(count):
         fewest, lost_before, _ = best[start]
-        for row in _rows(graph, last, start, lost_ns):
+        most_ops = MOST_OPS if time.perf_counter() < deadline else 1
+        for row in _rows(graph, last, start, most_ops, lost_ns):
             if fewest + 1 > best[row.end][0]:
                 continue
             lost = row.lost_ns()
@@ -59,17 +63,17 @@ def coarsen(graph: Graph, lost_ns: float, extra_bytes: float) -> Coarse:
     return Coarse(_merged(graph, last, starts), tuple(starts))
 
 
-def _rows(graph: Graph, last: Sequence[int], start: int, lost_ns: float) -> Iterator[_Row]:
+def _rows(graph: Graph, last: Sequence[int], start: int, most_ops: int, lost_ns: float) -> Iterator[_Row]:
     """The row of one op, and longer ones as far as there may be some that lose no more."""
     row = _Row(graph, last, start)
     first = graph.ops[start]
     least_ns = math.inf  # what an output needs at most, however long the row becomes
-    for end in range(start + 1, min(len(graph.ops), start + MOST_OPS) + 1):
+    for end in range(start + 1, min(len(graph.ops), start + most_ops) + 1):
         op = graph.ops[end - 1]
         if end > start + 1 and (op.effect or first.effect or op.backward != first.backward):
             return
         row.add(op)
-        if any(last[x] >= start + MOST_OPS for x in op.outputs):
+        if any(last[x] >= start + most_ops for x in op.outputs):
             least_ns = min(least_ns, row.needed_ns(end - 1))
         if end > start + 1 and row.time_ns - least_ns > lost_ns:
             return
@@ -84,13 +88,11 @@ class _Row:
     inputs  what is made before the row, or resident, and read in it
     """
 
-    def __init__(self, graph: Graph, last: Sequence[int], start: int, end: int | None = None) -> None:
+    def __init__(self, graph: Graph, last: Sequence[int], start: int) -> None:
         self.graph, self.last, self.start, self.end = graph, last, start, start
         self.time_ns = 0
         self.maker: dict[int, int] = {}
         self.inputs: dict[int, None] = {}
-        for op in graph.ops[start:end] if end is not None else ():
-            self.add(op)
 
     def add(self, op: Op) -> None:
         """Add the next op."""
@@ -143,7 +145,10 @@ class _Row:
 
 def _merged(graph: Graph, last: Sequence[int], starts: Sequence[int]) -> Graph:
     """The graph of these rows."""
-    rows = [_Row(graph, last, start, end) for start, end in pairwise(starts)]
+    rows = [_Row(graph, last, start) for start in starts[:-1]]
+    for row, end in zip(rows, starts[1:], strict=True):
+        for op in graph.ops[row.start : end]:
+            row.add(op)
     wanted = sorted(graph.resident.union(*(row.outputs for row in rows)))
     number = {x: at for at, x in enumerate(wanted)}
     ops = []

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 BEYOND_WORK = 200_000  # of list walks between two looks at the clock
 APART = 1_000_000_000  # between their seed and that of others
-LOST, EXTRA = 5e-4, 0.02  # shares of the keep-all time and of the budget that an op of the coarser graph may lose
+# Shares of the keep-all time and of the budget that an op of the coarser graph may lose, and of the time left for making that.
+LOST, EXTRA, COARSEN_SHARE = 5e-4, 0.02, 0.1
 FAR_AWAY = 0.05  # share of the keep-all time that is a long way from the bound to the best schedule
 
 
@@ -62,7 +63,10 @@ class StageSearch(Incumbent):
     @cached_property
     def coarser(self) -> Coarse:
         """A coarser graph, which may lose little at a time."""
-        return coarsen(self.graph, LOST * self.base, EXTRA * self.budget_bytes)
+        until = time.perf_counter() + COARSEN_SHARE * self.left_s
+        coarse = coarsen(self.graph, LOST * self.base, EXTRA * self.budget_bytes, deadline=until)
+        self.tell_cut_short(time.perf_counter() >= until)
+        return coarse
 
     @property
     def base(self) -> int:

@@ -38,9 +38,9 @@ NEW_PER_ROUND, STEEP, NEW_RELAXED, RELAXED_VARIABLES = 2, 0.03, 4, 8_000
 # Blocks are tried after so many rounds, before a large MILP where the bound is this share of the keep-all time away, or at once
 # where it is far away or nothing fits so far.
 BLOCKS_ROUND, BLOCKS_DISTANCE = 3, 0.02
-# A coarser graph of half of the ops is solved before a large MILP where the bound is this share of the keep-all time away, and
-# where nothing fits so far; before a MILP of so many variables that nothing may come of it, one of this share of the ops. It
-# takes this share of the time left; and work for list walks along its schedule.
+# A coarser graph of half of the ops is solved before a MILP too large for CP-SAT where the bound is this share of the keep-all
+# time away, and where nothing fits so far; before a MILP of so many variables that nothing may come of it, one of this share of
+# the ops. It takes this share of the time left; and work for list walks along its schedule.
 COARSE_DISTANCE, HALF, FEWER, HOPELESS_VARIABLES, COARSE_SHARE, COARSE_WORK = 0.01, 0.5, 0.8, 10_000, 0.4, 2_000_000
 # Of the time that is left at most: annealing, for graphs without a backward pass, on which list walks do poorly, or in any order
 # where nothing fits so far; search among all orders, where any will do.
@@ -207,10 +207,11 @@ def _solve_coarser(search: StageSearch, fewer: float) -> None:
     search.coarsened = True
     graph, time_limit_s = search.coarser.graph, COARSE_SHARE * search.left_s
 
-    def tell(**_: object) -> None:  # its bound holds for the coarser graph only
+    def tell(**_: object) -> None:  # its bound does not hold for the finer graph
         search.report("coarser graph")
 
     inner = StageSearch(graph, search.budget_bytes, search.gap, time_limit_s, tell, seed=search.seed, nested=True)
+    inner.raise_bound(search.searched_ns, restricted=False)  # its schedules are schedules of the finer graph
     try:
         _run_nested(search, inner)
     finally:
@@ -349,7 +350,7 @@ def _none_in_order(search: StageSearch, *, ask: bool) -> None:
     if _is_only_order(search.graph):
         search.notes["infeasible"] = "no schedule fits, and no other order of first executions is valid"
         return
-    if ask and search.best is None and not search.nested and not _scrape(search):
+    if ask and search.best is None and not search.nested and not _scrape(search, in_order=False):
         return
     _elsewhere(search)
     if search.best is None:
@@ -395,23 +396,26 @@ def _first_schedules(search: StageSearch, guide: Callable[[float], None] | None)
     if search.is_far:
         try_blocks(search)
     search.tell_cut_short(time.perf_counter() >= until)
-    if search.time_ns is None and not _scrape(search):
+    if search.time_ns is None and not _scrape(search, in_order=True):
         return False
     _elsewhere(search)
     return True
 
 
-def _scrape(search: StageSearch) -> bool:
+def _scrape(search: StageSearch, *, in_order: bool) -> bool:
     """Nothing fits so far: find anything that does; False where nothing can.
 
     Graphs without a backward pass try other orders before they pebble: theirs is poor.
+
+    in_order  whether something may fit in graph order
     """
     least = prove_least(search)
     if "infeasible" in search.notes:
         return False
     if not search.trained:
         _elsewhere(search)
-    _solve_coarser(search, HALF)
+    if in_order and search.time_ns is None:
+        _solve_coarser(search, HALF)
     if search.time_ns is None:
         pebble(search, least)
     return "infeasible" not in search.notes
