@@ -41,7 +41,7 @@ BLOCKS_ROUND, BLOCKS_DISTANCE = 3, 0.02
 # A coarser graph of half of the ops is solved before a MILP too large for CP-SAT where the bound is this share of the keep-all
 # time away, and where nothing fits so far; before a MILP of so many variables that nothing may come of it, one of this share of
 # the ops. It takes this share of the time left; and work for list walks along its schedule.
-COARSE_DISTANCE, HALF, FEWER, HOPELESS_VARIABLES, COARSE_SHARE, COARSE_WORK = 0.01, 0.5, 0.8, 10_000, 0.4, 2_000_000
+COARSE_DISTANCE, HALF, FEWER, HOPELESS_VARIABLES, COARSE_SHARE, COARSE_WORK = 0.01, 0.5, 0.8, 10_000, 0.5, 2_000_000
 # Of the time that is left at most: annealing, for graphs without a backward pass, on which list walks do poorly, or in any order
 # where nothing fits so far; search among all orders, where any will do.
 ANNEAL_SHARE, ORDERS_SHARE = 0.4, 0.75
