@@ -844,7 +844,7 @@ def test_a_search_in_the_order_of_another_neither_anneals_nor_is_guided(nested: 
         return order_search.Ended(1, search.base, list(runs))
 
     monkeypatch.setattr(cutting_stages, "anneal_on", annealed)
-    monkeypatch.setattr(cutting_stages, "_scrape", lambda _: True)
+    monkeypatch.setattr(cutting_stages, "_scrape", lambda *_, **__: True)
     monkeypatch.setattr(cutting_stages, "_elsewhere", lambda _: None)
     monkeypatch.setattr(search, "begin_walks", lambda _: None)
     monkeypatch.setattr(search, "follow", lambda *_: None)
