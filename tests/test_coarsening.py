@@ -1,6 +1,7 @@
 """Coarser graphs: whose schedules are the graph's, and which ops they may merge."""
 
 import math
+from itertools import pairwise
 from random import Random
 
 import pytest
@@ -19,7 +20,7 @@ def some_graphs() -> list[Graph]:
 
 
 def parts(coarse: Coarse) -> list[range]:
-    return [range(a, b) for a, b in zip(coarse.starts, coarse.starts[1:], strict=False)]
+    return [range(*pair) for pair in pairwise(coarse.starts)]
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5, math.inf])

@@ -729,6 +729,7 @@ def test_interrupted_in_a_coarser_graph_it_keeps_what_was_found_there(monkeypatc
     sizes, nested, inner_ns = coarser_first(monkeypatch), cutting_stages._run_nested, list[int]()
 
     def interrupted_there(search: StageSearch, inner: StageSearch, *start: Any) -> None:
+        assert inner.searched_ns == search.searched_ns > graph.keep_all_time_ns
         search.best = search.time_ns = None  # so that what is found there is news
         nested(search, inner, *start)
         assert inner.time_ns is not None
@@ -742,6 +743,18 @@ def test_interrupted_in_a_coarser_graph_it_keeps_what_was_found_there(monkeypatc
     assert found.notes["stopped"] == "interrupted" and found.schedule is not None
     assert found.time_ns is not None and found.time_ns <= inner_ns[0] and found.peak_bytes <= budget_bytes
     assert "coarser graph" in told and any(phase.endswith(", in a coarser graph") for phase in told)
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+def test_a_coarser_graph_is_asked_only_where_something_may_fit_in_order(in_order: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    search, asked = walking(), list[str]()
+    assert search.trained
+    monkeypatch.setattr(cutting_stages, "prove_least", lambda _: None)
+    monkeypatch.setattr(cutting_stages, "_solve_coarser", lambda *_: asked.append("coarser graph"))
+    monkeypatch.setattr(cutting_stages, "pebble", lambda *_: asked.append("pebbling"))
+    search.time_ns = None
+    assert cutting_stages._scrape(search, in_order=in_order)
+    assert asked == (["coarser graph", "pebbling"] if in_order else ["pebbling"])
 
 
 def test_blocks_in_another_order_count_where_nothing_else_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
