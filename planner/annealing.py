@@ -73,7 +73,7 @@ class Annealer:
             np.array(again, np.int64),
         )
         self._unit_ns = max(1, graph.keep_all_time_ns) / max(1, len(graph.ops))
-        self._random = np.random.default_rng(seed)
+        self._random, self._draws = np.random.default_rng(seed), np.empty(0)
         self.best: list[int] | None = None
         self.best_ns = np.iinfo(np.int64).max
         self.spread(ops)
@@ -140,7 +140,10 @@ class Annealer:
         """
         per_byte_ns = self._unit_ns / max(1, -self._base)
         heats, prices = (hot * self._unit_ns, cold * self._unit_ns), (price * per_byte_ns, dear * per_byte_ns)
-        self._moves.anneal(self._state, self._random, moves, *heats, *prices)
+        missing = moves * self._moves.DRAWS - self._draws.size
+        if missing > 0:
+            self._draws = np.concatenate((self._draws, self._random.random(missing)))
+        self._draws = self._draws[self._moves.anneal(self._state, self._draws, moves, *heats, *prices) :]
         self._take_best()
         names, totals, slot = self._moves, self._state.totals, self._state.slot
         crowded = totals[names.FULL] > 0 or totals[names.CROWDED] > CROWDED * moves

@@ -3,6 +3,9 @@
 A move is measured before it is made, from what it changes: a few ranges of slots, on each of which it takes or frees some bytes.
 So a rejected move, and most are rejected, has written nothing.
 
+Random numbers come in an array. Of a generator among its arguments, numba would ask more in Python at each call, where Ctrl-C
+crashes the process.
+
 Memory of a slot is held less the budget, so that what is over the budget is positive, and of an empty slot less HOLE besides, so
 that it is never over. A copy of a value is there from the run that makes it to its last read before the next making.
 """
@@ -15,10 +18,11 @@ from typing import NamedTuple
 import numpy as np
 
 from planner.compiled import njit
-from planner.flat import Flags, Ints
+from planner.flat import Flags, Floats, Ints
 
 HOLE = 1 << 60
 EXCESS, TIME, BEST, SEVERAL, CROWDED, FULL = range(6)  # entries of ``totals``
+DRAWS = 7  # random numbers that a move takes at most
 ADD, REMOVE = 0.15, 0.3  # shares of the moves: below the first one adds, below the second one removes, else one shifts
 
 
@@ -70,8 +74,8 @@ class State(NamedTuple):
 
 
 @njit
-def anneal(s: State, rng: np.random.Generator, moves: int, hot: float, cold: float, price: float, dear: float) -> None:
-    """Try ``moves`` moves.
+def anneal(s: State, draws: Floats, moves: int, hot: float, cold: float, price: float, dear: float) -> int:
+    """Try ``moves`` moves; how many of the draws, random numbers in [0, 1), they took: DRAWS a move at most.
 
     A move that makes time + price · excess dearer by d is made with probability exp(-d / heat). The heat goes geometrically from
     ``hot`` to ``cold`` (ns), the price from ``price`` to ``dear`` (ns for a byte over the budget in one slot).
@@ -85,28 +89,31 @@ def anneal(s: State, rng: np.random.Generator, moves: int, hot: float, cold: flo
     excess, time, best_time, several_count = s.totals[EXCESS], s.totals[TIME], s.totals[BEST], s.totals[SEVERAL]
     end = slot.size + 1  # behind every read
     cooling, rise = (cold / hot) ** (1 / moves), (dear / price) ** (1 / moves)
-    heat = hot
+    heat, drawn = hot, 0
     for _ in range(moves):
         heat *= cooling
         price *= rise
-        slack = -heat * math.log(1 - rng.random())
-        kind = rng.random()
+        slack, kind = -heat * math.log(1 - draws[drawn]), draws[drawn + 1]
+        drawn += 2
         n = 0
 
         if kind < ADD:  # run some op again in a gap between two reads of what it makes
             if again.size == 0:
                 continue
-            v = again[int(rng.random() * again.size)]
-            x = outputs[out_rows[v] + int(rng.random() * (out_rows[v + 1] - out_rows[v]))]
+            v = again[int(draws[drawn] * again.size)]
+            x = outputs[out_rows[v] + int(draws[drawn + 1] * (out_rows[v + 1] - out_rows[v]))]
+            drawn += 2
             if op_time[v] > slack + price * excess or read_count[x] == 0:
                 continue
             row, count = run_rows[v], run_count[v]
             if row + count == run_rows[v + 1]:
                 s.totals[FULL] += 1
                 continue
-            i = int(rng.random() * read_count[x])
+            i = int(draws[drawn] * read_count[x])
+            drawn += 1
             k = _before(runs, row, count, reads[read_rows[x] + i])
-            t = _empty(rng, slot, _last(reads, read_rows[x], i, runs[row + k - 1]), reads[read_rows[x] + i])
+            low, high = _last(reads, read_rows[x], i, runs[row + k - 1]), reads[read_rows[x] + i]
+            t, drawn = _empty(draws, drawn, slot, low, high)
             if t < 0:
                 s.totals[CROWDED] += 1
                 continue
@@ -146,9 +153,10 @@ def anneal(s: State, rng: np.random.Generator, moves: int, hot: float, cold: flo
         elif kind < REMOVE:  # drop some run of an op that runs several times
             if several_count == 0:
                 continue
-            v = several[int(rng.random() * several_count)]
+            v = several[int(draws[drawn] * several_count)]
             row, count = run_rows[v], run_count[v]
-            k = int(rng.random() * count)
+            k = int(draws[drawn + 1] * count)
+            drawn += 2
             t = runs[row + k]
             if k == 0 and (fixed[v] or _is_read(v, runs[row + 1], out_rows, outputs, read_rows, read_count, reads)):
                 continue
@@ -188,10 +196,11 @@ def anneal(s: State, rng: np.random.Generator, moves: int, hot: float, cold: flo
             choices = free.size + several_count
             if choices == 0:
                 continue
-            choice = int(rng.random() * choices)
+            choice = int(draws[drawn] * choices)
             v = free[choice] if choice < free.size else several[choice - free.size]
             row, count = run_rows[v], run_count[v]
-            k = int(rng.random() * count)
+            k = int(draws[drawn + 1] * count)
+            drawn += 2
             if k == 0 and fixed[v]:
                 continue
             t = runs[row + k]
@@ -211,7 +220,7 @@ def anneal(s: State, rng: np.random.Generator, moves: int, hot: float, cold: flo
                     here += size[y]
                 if k > 0:
                     low = _last(reads, read_rows[y], i, low)
-            to = _empty(rng, slot, low, high)
+            to, drawn = _empty(draws, drawn, slot, low, high)
             if to < 0:
                 s.totals[CROWDED] += 1
                 continue
@@ -259,18 +268,20 @@ def anneal(s: State, rng: np.random.Generator, moves: int, hot: float, cold: flo
             best_time = time
             best[:] = slot
     s.totals[EXCESS], s.totals[TIME], s.totals[BEST], s.totals[SEVERAL] = excess, time, best_time, several_count
+    return drawn
 
 
 @njit
-def _empty(rng: np.random.Generator, slot: Ints, low: int, high: int) -> int:
-    """An empty slot between two others, -1 where two tries find none."""
+def _empty(draws: Floats, drawn: int, slot: Ints, low: int, high: int) -> tuple[int, int]:
+    """An empty slot between two others, -1 where two tries find none; how many draws are taken now."""
     room = high - low - 1
     if room > 0:
         for _ in range(2):
-            t = low + 1 + int(rng.random() * room)
+            t = low + 1 + int(draws[drawn] * room)
+            drawn += 1
             if slot[t] < 0:
-                return t
-    return -1
+                return t, drawn
+    return -1, drawn
 
 
 @njit

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from graphs import Graph
@@ -98,6 +103,35 @@ def test_compiled_or_not_the_moves_are_the_same(monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(annealing_moves, name, getattr(annealing_moves, name).py_func)
     assert annealed() == compiled
     assert compiled[0] != list(range(len(graph.ops)))
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="sends itself signals")
+def test_an_interruption_between_moves_is_raised_and_crashes_nothing() -> None:
+    """In a process of its own: compiled code that is handed a random generator ends it with a segmentation fault."""
+    script = """
+import signal
+
+from graphs.synthetic import random_layered
+from planner.annealing import Annealer
+
+graph = random_layered("RL1", 0)
+annealer = Annealer(graph, range(len(graph.ops)), 1_000, 0, keep_order=True)
+signal.signal(signal.SIGALRM, signal.default_int_handler)
+raised = 0
+for turn in range(2_000):
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 1e-4 + turn % 50 * 1e-5)
+        for _ in range(2_000):
+            annealer.anneal(20, 1, 1, 1, 1)
+    except KeyboardInterrupt:
+        raised += 1
+signal.setitimer(signal.ITIMER_REAL, 0)
+print(raised)
+"""
+    root = Path(__file__).resolve().parents[1]
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=root, timeout=120, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert int(ended.stdout) >= 1_000
 
 
 def test_an_op_that_runs_often_gets_room_for_more() -> None:
