@@ -29,7 +29,8 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from graphs.capture import Inputs, Loss, Step, bind, capture
 from graphs.errors import CaptureError, InputError
-from graphs.layouts import _relaid, _smaller
+from graphs.layouts import _relaid, _smaller, kernels_layouts
+from graphs.torch_private import FakeTensorMode
 from planner.plan import plan
 from planner.schedule import keep_all
 from planner.simulate import simulate
@@ -1532,6 +1533,21 @@ def test_kernels_are_asked_on_little_memory_and_draw_nothing(monkeypatch: pytest
     capture(model, x, loss=square)
     assert torch.equal(torch.get_rng_state(), before)
     assert allocated and max(allocated) < 1 << 14
+
+
+def test_the_backward_of_attention_that_reads_its_seed_on_the_host_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its stand-ins have the seed on the device, whose address would end the process."""
+    asked: list[Any] = []
+    monkeypatch.setattr("graphs.layouts._Layouts._ask", lambda self, mode, func, *rest: asked.append(func) or [None] * 4)
+    aten = torch.ops.aten
+    with kernels_layouts(), FakeTensorMode():
+        q, k, v, gradient = (torch.empty(2, 64, 4, 16, device="cuda").transpose(1, 2) for _ in range(4))
+        out, *saved = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.1)
+        assert saved[1].device.type == "cuda"
+        rest = out, *saved, 0.1, [True, True, True, False]
+        gradients = aten._scaled_dot_product_efficient_attention_backward(gradient, q, k, v, None, *rest)
+    assert asked == [aten._scaled_dot_product_efficient_attention.default]
+    assert all(made.stride() == q.stride() for made in gradients[:3])  # as the kernel lays them out
 
 
 def test_sizes_made_small_keep_their_order_and_halves() -> None:
