@@ -11,6 +11,9 @@ from hypothesis import settings
 # Tests run side by side, and torch would start a thread per core in each; set before anything imports it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# For the tests with deterministic kernels: looked at once, at the first matrix product of the process on CUDA.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
 # The same examples in every run, none timed: other work on the machine must not fail a test.
 settings.register_profile("belady", deadline=None, derandomize=True, database=None)
 settings.load_profile("belady")
