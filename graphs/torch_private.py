@@ -79,6 +79,7 @@ __all__ = [
     "changed_inputs",
     "compile_partitioned",
     "copy_all",
+    "end_failed_capture",
     "in_backward",
     "in_forward_mode",
     "is_active",
@@ -709,6 +710,15 @@ def _generators_let_in() -> Iterator[None]:
     finally:
         _proxyable_classes.clear()
         _proxyable_classes.update(before)
+
+
+def end_failed_capture(device: torch.device, pool: Any) -> None:
+    """Give up the memory of a CUDA graph whose capture could not be ended; PyTorch would take it to be under way, and keep the
+    memory for good. Nothing where the capture has ended."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    with contextlib.suppress(RuntimeError):  # it has ended
+        torch._C._cuda_endAllocateToPool(index, pool)
+        torch._C._cuda_releasePool(index, pool)
 
 
 @contextlib.contextmanager

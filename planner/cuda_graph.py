@@ -7,6 +7,7 @@ call writes to again.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, cast
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from graphs.capture import Step
 from graphs.errors import InputError
+from graphs.torch_private import end_failed_capture
 from planner.draws import repeats_by
 from planner.execute import Kept, PlannedModule, as_captured, unit_tangent
 from planner.graph_draws import GraphRepeats
@@ -59,23 +61,43 @@ class CudaRecorder:
         with torch.cuda.device(self._device):
             self._pool = torch.cuda.graph_pool_handle()  # a pool whose graphs are all gone takes no others
             self._stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self._stream):
-                run()
-            torch.cuda.current_stream().wait_stream(self._stream)
+            try:
+                with torch.cuda.stream(self._stream):
+                    run()
+            finally:  # where it fails, what it takes back is written there
+                torch.cuda.current_stream().wait_stream(self._stream)
             torch.cuda.synchronize()
 
     def capture(
         self, run: Run, given: list[Tensor], generators: Sequence[torch.Generator]
     ) -> tuple[list[Tensor], Callable[[], object]]:
+        with torch.cuda.device(self._device):
+            outside = torch.cuda.current_stream()
+            graph = self._graph_of(generators)
+            try:
+                with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                    made = run(given)
+            except BaseException:
+                self._recover(outside, generators)
+                raise
+        return made, graph.replay
+
+    def _graph_of(self, generators: Sequence[torch.Generator]) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
         for generator in generators:
             graph.register_generator_state(generator)
+        return graph
+
+    def _recover(self, outside: torch.cuda.Stream, generators: Sequence[torch.Generator]) -> None:
+        """After a capture that failed: PyTorch stays on its stream and keeps its memory, and before torch 2.13 its generators
+        believe to be in it, and refuse to draw, until another one ends."""
+        end_failed_capture(self._device, self._pool)
         with (
-            torch.cuda.device(self._device),
-            torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
+            contextlib.suppress(RuntimeError),  # the device is lost
+            torch.cuda.graph(self._graph_of(generators), stream=self._stream, capture_error_mode="thread_local"),
         ):
-            made = run(given)
-        return made, graph.replay
+            torch.empty(1, device=self._device).zero_()
+        torch.cuda.set_stream(outside)
 
 
 @dataclass(slots=True)
@@ -233,7 +255,8 @@ class GraphedModule(PlannedModule):
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:  # what torch says of anything that cannot be captured
-            reason = str(error).partition("\n")[0]
+            # Ending a capture that has failed raises once more.
+            reason = str(error.__context__ if isinstance(error.__context__, RuntimeError) else error).partition("\n")[0]
             self._failed = f"{self.step.graph.name} cannot be captured as a CUDA graph: {reason}; {_PLAIN}"
             raise InputError(self._failed) from error
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -15,7 +17,7 @@ from graphs.capture import capture
 from graphs.costs import roofline
 from graphs.errors import InputError
 from graphs.torch_private import storage_key
-from planner.cuda_graph import GraphedModule, Run
+from planner.cuda_graph import CudaRecorder, GraphedModule, Run
 from planner.execute import PlannedModule
 from planner.graph_draws import GraphRepeats
 from planner.plan import plan
@@ -219,7 +221,10 @@ def test_without_gradients_and_in_evaluation() -> None:
 def test_what_cannot_be_captured_is_said_once_and_for_all() -> None:
     class Refusing(HostRecorder):
         def capture(self, run: Run, given: list[Tensor], generators: Sequence[torch.Generator]) -> Any:
-            raise RuntimeError("operation not permitted when stream is capturing\nCUDA kernel errors might be ...")
+            try:
+                raise RuntimeError("operation not permitted when stream is capturing\nCUDA kernel errors might be ...")
+            finally:
+                raise RuntimeError("operation failed due to a previous error during capture")
 
     step = roofline(capture(Net(), next(batches(1))))
     found = plan(step, 1.0)
@@ -239,6 +244,120 @@ def test_needs_a_cuda_device() -> None:
     found = plan(Net(), 1.0, inputs=next(batches(1)))
     with pytest.raises(InputError, match="CUDA graphs need a CUDA device, and Net was captured on cpu"):
         found.module(cuda_graph=True)
+
+
+class FakeCuda:
+    """What CUDA graphs are made with, on the host. A capture that fails is left as PyTorch leaves it: its stream is the current
+    one, its memory is in use, and its generators do not draw (before torch 2.13) until another one ends."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.current, self.waits = "outside", []
+        self.pools: dict[int, int] = {}  # those in use: by how many graphs
+        self.under_way: list[int] = []
+        self.capturing: set[object] = set()
+        self.valid = True
+        fake = self
+
+        class Stream(str):
+            def wait_stream(self, other: str) -> None:
+                fake.waits.append((str(self), str(other)))
+
+        @contextlib.contextmanager
+        def stream(chosen: str) -> Iterator[None]:
+            before, fake.current = fake.current, chosen
+            try:
+                yield
+            finally:
+                fake.current = before
+
+        class Graph:
+            def __init__(self) -> None:
+                self.generators: list[object] = ["default"]
+
+            def register_generator_state(self, generator: object) -> None:
+                self.generators.append(generator)
+
+            def replay(self) -> None:
+                raise NotImplementedError
+
+        @contextlib.contextmanager
+        def graph(made: Graph, pool: int = 0, stream: str = "", capture_error_mode: str = "global") -> Iterator[None]:
+            before, fake.current, fake.valid = fake.current, stream, True
+            fake.pools[pool] = fake.pools.get(pool, 0) + 1
+            fake.under_way.append(pool)
+            fake.capturing |= set(made.generators)
+            try:
+                yield
+            finally:
+                if not fake.valid:
+                    raise RuntimeError("operation failed due to a previous error during capture")
+                fake.under_way.remove(pool)
+                fake.capturing -= set(made.generators)
+                fake.current = before
+
+        def end(device: int, pool: int) -> None:
+            if pool not in fake.under_way:
+                raise RuntimeError("not currently recording")
+            fake.under_way.remove(pool)
+
+        handles = itertools.count(1)
+        replaced = {
+            "device": lambda _: contextlib.nullcontext(),
+            "graph_pool_handle": lambda: next(handles),
+            "Stream": lambda _: Stream("inside"),
+            "current_stream": lambda: Stream(fake.current),
+            "set_stream": lambda chosen: setattr(fake, "current", str(chosen)),
+            "stream": stream,
+            "synchronize": lambda: None,
+            "CUDAGraph": Graph,
+            "graph": graph,
+        }
+        for name, stand_in in replaced.items():
+            monkeypatch.setattr(torch.cuda, name, stand_in)
+        monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", end, raising=False)
+        monkeypatch.setattr(
+            torch._C, "_cuda_releasePool", lambda _, pool: fake.pools.update({pool: fake.pools[pool] - 1}), raising=False
+        )
+        monkeypatch.setattr("planner.cuda_graph.torch.empty", lambda size, device: torch.zeros(size))
+
+
+def test_after_a_capture_that_fails_everything_is_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeCuda(monkeypatch)
+    recorder = CudaRecorder(torch.device("cuda", 0))
+    recorder.warm_up(lambda: None)
+
+    def synchronizes(_: list[Tensor]) -> list[Tensor]:
+        fake.valid = False
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    with pytest.raises(RuntimeError, match="previous error during capture"):
+        recorder.capture(synchronizes, [], ["own"])  # type: ignore[list-item]
+    assert (fake.current, fake.under_way, fake.capturing) == ("outside", [], set())
+    assert fake.pools[recorder._pool] == 0
+
+    def has_no_memory(_: list[Tensor]) -> list[Tensor]:
+        raise torch.OutOfMemoryError("out of memory")
+
+    recorder.warm_up(lambda: None)
+    with pytest.raises(torch.OutOfMemoryError):
+        recorder.capture(has_no_memory, [], [])
+    assert (fake.current, fake.under_way, fake.capturing) == ("outside", [], set())
+    assert fake.pools[recorder._pool] == 1  # that of the graph, which gives it up when it is gone
+    made, _ = recorder.capture(lambda given: [given[0] + 1], [torch.zeros(2)], [])
+    assert made[0].tolist() == [1, 1]
+
+
+def test_what_a_failed_warm_up_takes_back_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeCuda(monkeypatch)
+    recorder = CudaRecorder(torch.device("cuda", 0))
+
+    def fails() -> None:
+        assert fake.current == "inside"
+        raise torch.OutOfMemoryError("out of memory")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        recorder.warm_up(fails)
+    assert fake.current == "outside" and fake.waits == [("inside", "outside"), ("outside", "inside")]
 
 
 class Philox:
