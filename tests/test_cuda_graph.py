@@ -429,6 +429,7 @@ def test_draws_inside_a_graph_repeat_from_where_they_were_first_made() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("budget", [1.0, 0.7])
 def test_on_cuda_trains_as_without_graphs(budget: float) -> None:
+    pytest.importorskip("ortools", reason="needs a solver")
     torch.manual_seed(0)
     modules: list[PlannedModule] = []
     for graph in (False, True):
