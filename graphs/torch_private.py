@@ -79,6 +79,7 @@ __all__ = [
     "changed_inputs",
     "compile_partitioned",
     "copy_all",
+    "current_stream",
     "end_failed_capture",
     "in_backward",
     "in_forward_mode",
@@ -217,6 +218,12 @@ def around_backwards(inside: Callable[[], contextlib.AbstractContextManager[obje
         yield
     finally:
         owner._engine_run_backward = original
+
+
+def current_stream() -> int:
+    """The CUDA stream that the work of this thread goes to; 0 is the default one, and where CUDA is not in use."""
+    in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice()) if in_use else 0
 
 
 def is_active(mode: TorchDispatchMode) -> bool:

@@ -38,6 +38,7 @@ from graphs.torch_private import (
     FakeTensor,
     TorchDispatchMode,
     around_backwards,
+    current_stream,
     in_backward,
     is_active,
     is_functorch_wrapped,
@@ -118,7 +119,8 @@ def budget(
     CUDA: workspace inside of an op is learned when a call with these shapes and dtypes first runs in this process, and room is
     made for it from then on. That first run may break the budget, as may a run of an op whose result has a size that depends on
     data; a RuntimeWarning at the end of the block names the op then. ``peak_bytes`` counts the workspace, the first one too. What
-    libraries keep for good (cuBLAS) is not in the budget.
+    libraries keep for good (cuBLAS) is not in the budget. What ops on another stream than that of the block read and make is not
+    evicted.
     """
     if not isinstance(heuristic, str):
         raise InputError(f"heuristic must be a name ({', '.join(HEURISTICS)}), not {heuristic!r}")
@@ -205,6 +207,7 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
         self._ops_seen = 0
         self._resident: list[int] = []
         self._workspaces = learned_workspaces()
+        self._stream = 0  # that of the thread that entered the block
         self._over: tuple[str, int] | None = None  # the first op whose workspace, not known before, broke the budget; bytes then
         self._running: _Running | None = None
         self._result: Any = None
@@ -224,6 +227,7 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
             raise InputError("this run is over; call budget() again for another one")
         try:
             _UNDER_WAY.append(self)
+            self._stream = current_stream()
             for tensor in _tensors_in(self._holding):
                 self._meet(tensor, resident=True)
             self._holding = ()
@@ -346,6 +350,11 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
                 return self._look(kind, func, args, kwargs)
 
         acts = kind.acts
+        if current_stream() != self._stream:
+            # What is evicted gives its memory to the next op of the stream that made it; others may still be at work on it then.
+            for content in read:
+                self._keep(content, kind.name)
+            acts = True  # what it makes stays, too
         if written:
             acts = acts or any(content.made_by is None or content.number in self._engine.kept for content in written)
         recipe: Recipe | None = None

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_a
 from torch.utils._pytree import tree_leaves
 
 from graphs.errors import BudgetExceeded, InputError, NoScheduleFound
-from graphs.torch_private import REPLACES_IN_PLACE
+from graphs.torch_private import REPLACES_IN_PLACE, without_torch_function
 from online import run as run_online
 from online.eager import EagerRun, budget
 from online.heuristics import HEURISTICS
@@ -479,6 +479,32 @@ def test_old_content_of_a_parameter_is_not_computed_from_again() -> None:
 
 
 @EXACT
+def test_what_another_stream_reads_and_makes_is_not_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its memory would be given to the next op of the stream that made it, while the other one may still be at work on it."""
+    stream = 0
+    monkeypatch.setattr("online.eager.current_stream", lambda: stream)
+    x = torch.randn(256)
+    with budget(6 * 1024, holding=[x]):
+        read, other = x + 1, x + 2
+        stream = 7
+        made = read * 2
+        stream = 0
+        wanted = x.exp().exp().exp()  # all six: x, what was made before, an input and an output of the last
+        with without_torch_function():  # asking for a storage would bring it back
+            sizes = [tensor.untyped_storage().nbytes() for tensor in (read, other, made)]
+    assert sizes == [1024, 1024, 1024]
+    with budget(5 * 1024, holding=[x]):
+        read, other = x + 1, x + 2
+        stream = 7
+        made = read * 2
+        stream = 0
+        assert torch.equal(x.exp().exp().exp(), wanted)
+        with without_torch_function():
+            sizes = [tensor.untyped_storage().nbytes() for tensor in (read, other, made)]
+    assert sizes == [1024, 0, 1024]
+    assert torch.equal(read, x + 1) and torch.equal(made, (x + 1) * 2) and torch.equal(other, x + 2)
+
+
 def test_reading_brings_back() -> None:
     x = torch.randn(1000)
     with budget(17_000, holding=x) as run:
