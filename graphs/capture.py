@@ -44,7 +44,7 @@ from graphs.torch_private import (
     storage_bytes,
     storage_key,
 )
-from graphs.tracing import Body, device_of, region_of, state_of, trace
+from graphs.tracing import Body, device_of, region_of, state_of, trace, written_late
 
 __all__ = ["InputForm", "Inputs", "Loss", "Result", "Source", "Step", "bind", "capture", "numbered"]
 
@@ -277,6 +277,7 @@ def capture(
         sources.append(Source("constant", node.name))
         tensors.append(tensor)
     results = _results(name, joint, state, leaves, form)
+    _refuse_late_writes(name, graph, sources, results)
 
     remove_dead(graph)
     _refuse_sparse(name, graph)
@@ -479,6 +480,18 @@ def _results(name: str, joint: Joint, state: Mapping[str, Tensor], leaves: Seque
         raise CaptureError(f"the loss of {name} depends on none of its parameters that require a gradient")
     joint.module.graph.output_node().args = (tuple(nodes),)
     return results
+
+
+def _refuse_late_writes(name: str, graph: fx.Graph, sources: Sequence[Source], results: Sequence[Result]) -> None:
+    """Refuse a backward that writes to what was there before the step. Where it alone does, that is a call that nobody reads;
+    where the forward does too, the new content is made in the backward."""
+    places = dict(zip(graph.find_nodes(op="placeholder"), sources, strict=True))
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
+        if node.args[0] in places:
+            raise CaptureError(written_late(name, places[node.args[0]].name))
+    for node, result in zip(outputs_of(graph), results, strict=True):
+        if result.kind == "buffer" and node.meta.get("partitioner_tag") == "is_backward":
+            raise CaptureError(written_late(name, result.name))
 
 
 class _Numbering:

@@ -42,6 +42,7 @@ from torch.fx._symbolic_trace import _proxyable_classes
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.fx.graph import CodeGen, _BoxedCodeGen
+from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
@@ -81,6 +82,7 @@ __all__ = [
     "copy_all",
     "current_stream",
     "end_failed_capture",
+    "holding",
     "in_backward",
     "in_forward_mode",
     "is_active",
@@ -224,6 +226,14 @@ def current_stream() -> int:
     """The CUDA stream that the work of this thread goes to; 0 is the default one, and where CUDA is not in use."""
     in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice()) if in_use else 0
+
+
+@contextlib.contextmanager
+def holding(module: nn.Module, tensors: dict[str, Tensor]) -> Iterator[None]:
+    """Have a module hold other parameters and buffers for a while, as ``torch.func.functional_call`` does for one call. What is
+    assigned in their place meanwhile is in ``tensors`` afterwards."""
+    with _reparametrize_module(module, tensors, tie_weights=True):
+        yield
 
 
 def is_active(mode: TorchDispatchMode) -> bool:

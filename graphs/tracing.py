@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from pathlib import Path
@@ -25,7 +26,9 @@ from graphs.torch_private import (
     OpOverload,
     TorchDispatchMode,
     TreeSpec,
+    around_backwards,
     as_if_compiling,
+    holding,
     no_dispatch,
     selective_checkpoints_off,
     to_fake,
@@ -164,25 +167,63 @@ def trace(
 
     watch, caches = Watch(name, body), Caches(body)
     assigned: set[str] = set()  # buffers the forward gives other tensors; it may read the old ones, so these are kept apart
+    held: dict[str, Tensor] = {}  # what the model holds during the latest call and its backward
+    in_call = False
+    here = threading.get_ident()
     constants: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
 
     def run(state_now: list[Tensor], tensors_now: list[Tensor]) -> Tensor:
+        nonlocal held, in_call
         filled = list(leaves)
         for i, tensor in zip(slots, tensors_now, strict=True):
             filled[i] = tensor
         given = {f"model.{key}": tensor for key, tensor in zip(state, state_now, strict=True)}
+        held = given
         passed = {key: tensor.clone() if key in assigned else tensor for key, tensor in given.items()}
         after = dict(passed)
         # The backward stays outside of the region, as it does in a training loop.
         region = contextlib.nullcontext() if autocast is None else torch.autocast(where.type, dtype=autocast)
-        with region, constants(), watch.call():
-            loss = torch.func.functional_call(body, after, (tree_unflatten(filled, spec),))
+        in_call = True
+        try:
+            with region, constants(), watch.call():
+                loss = torch.func.functional_call(body, after, (tree_unflatten(filled, spec),))
+        finally:
+            in_call = False
         assert isinstance(loss, Tensor)
         for key in given:
             if after[key] is not passed[key]:
                 _assigned(name, key.removeprefix("model."), given[key], after[key])
                 assigned.add(key)
         return loss
+
+    @contextlib.contextmanager
+    def backward() -> Iterator[None]:
+        """Around each pass of autograd: that of the step, in which hooks and functions of somebody's own find in the model what
+        the forward found there, and others inside of it or of a forward."""
+        nonlocal in_call
+        if threading.get_ident() != here:  # somebody else trains meanwhile
+            yield
+            return
+        gradients = {key: tensor.grad for key, tensor in held.items() if tensor.is_leaf}
+        if in_call:
+            yield
+        else:
+            in_call, now = True, dict(held)
+            try:
+                with watch.backward(), holding(body, now):
+                    yield
+            finally:
+                in_call = False
+            for key, tensor in held.items():
+                if now[key] is not tensor:
+                    raise CaptureError(written_late(name, key.removeprefix("model.")))
+        for key, gradient in gradients.items():
+            if held[key].is_leaf and held[key].grad is not gradient:
+                raise CaptureError(
+                    f"{name} calls backward in its forward or in a backward of its own, which adds to the gradient of "
+                    f"{key.removeprefix('model.')} where a captured step would not see it; use torch.autograd.grad, and return "
+                    f"what belongs to a parameter from the backward"
+                )
 
     def attempt(known: bool = False) -> tuple[Joint, Watch]:
         nonlocal watch, constants
@@ -194,6 +235,7 @@ def trace(
             ctc_traced(),
             kernels_layouts(),
             selective_checkpoints_off(),
+            around_backwards(backward),
             seeding_refused(name, where) as look_at_generators,
         ):
             fakes = to_fake([*state.values(), *(leaves[i].detach() for i in slots)])
@@ -330,6 +372,14 @@ def _assigned(name: str, key: str, before: Tensor, after: object) -> None:
         raise CaptureError(f"{name} replaces {key} in its forward by something else; write into it in place")
     with torch.no_grad():
         before.copy_(after)
+
+
+def written_late(name: str, what: str) -> str:
+    """What to say where a backward writes to what a step has from before it."""
+    return (
+        f"{name} changes {what} in its backward (in a hook or a function of its own), and a captured step changes buffers in its "
+        f"forward only; change it there, or outside of the step"
+    )
 
 
 @contextlib.contextmanager

@@ -53,26 +53,33 @@ class Watch:
         self._set_up: dict[tuple[str, str], Any] = {}  # plain attributes that the first call has read and changed
         self._hooks: list[tuple[dict[Any, Any], dict[Any, Any]]] = []  # of modules, and what they held after that
         self._again = False  # whether there was another call
+        self._given: set[tuple[str, str]] = set()  # attributes that the latest call, or its backward, has given a value
 
     @contextlib.contextmanager
     def call(self) -> Iterator[None]:
         """Around each call. Raises CaptureError where the call depends on what another call may have changed."""
         numbers = _numbers_now()
         calls = _Calls(self.name)
-        with self._reading(), _unseen_refused(self.name), calls, _compiled_apart(calls):
+        self._given = set()
+        with self._reading(), _unseen_refused(self.name, "forward"), calls, _compiled_apart(calls):
             yield
-        for generator, before, after in zip(_GENERATORS, numbers, _numbers_now(), strict=True):
-            if before != after:
-                raise CaptureError(
-                    f"{self.name} draws from {generator} in its forward, and a captured step would repeat one draw for ever; "
-                    f"draw with torch"
-                )
+        self._compare_numbers(numbers, "forward")
         self._again = self._calls is not None
-        self._compare_attributes()
+        self._compare_attributes("forward")
         if self._calls is not None and self._calls != calls.made:
             raise CaptureError(self._unsteady(self._calls, calls.made))
         self._calls = calls.made
         calls.forget()
+
+    @contextlib.contextmanager
+    def backward(self) -> Iterator[None]:
+        """Around the backward of the latest call, where hooks and functions of somebody's own run. Raises CaptureError where it
+        depends on what another step may have changed, or changes what another one reads."""
+        numbers = _numbers_now()
+        with self._reading(), _unseen_refused(self.name, "backward"):
+            yield
+        self._compare_numbers(numbers, "backward")
+        self._compare_attributes("backward")
 
     def settle(self) -> None:
         """After ``undo``, put back what the first call alone has set up. Raises CaptureError where there was no other call."""
@@ -108,7 +115,7 @@ class Watch:
     @contextlib.contextmanager
     def _reading(self) -> Iterator[None]:
         """Notes the attributes that are read before the call has given them another value."""
-        given: set[tuple[str, str]] = set()
+        given = self._given
 
         def read(part: nn.Module, key: str) -> Any:
             path = self._paths.get(id(part))
@@ -127,7 +134,15 @@ class Watch:
         with _patched(nn.Module, "__getattribute__", read), _patched(nn.Module, "__setattr__", write):
             yield
 
-    def _compare_attributes(self) -> None:
+    def _compare_numbers(self, before: tuple[object, ...], where: str) -> None:
+        for generator, then, now in zip(_GENERATORS, before, _numbers_now(), strict=True):
+            if then != now:
+                raise CaptureError(
+                    f"{self.name} draws from {generator} in its {where}, and a captured step would repeat one draw for ever; "
+                    f"draw with torch"
+                )
+
+    def _compare_attributes(self, where: str) -> None:
         for path, part in self._parts.items():
             now, before = vars(part), self._before[path]
             for key in now.keys() | before.keys():
@@ -139,7 +154,7 @@ class Watch:
                     if not self._again and same_plain(new, new):
                         self._set_up[path, key] = new
                     elif (path, key) not in self._set_up:
-                        raise CaptureError(self._changes(path, key, new))
+                        raise CaptureError(self._changes(path, key, new, where))
         for (path, key), value in self._set_up.items():
             if not same_plain(vars(self._parts[path]).get(key, ABSENT), value):
                 raise CaptureError(self._changes(path, key, value))
@@ -148,11 +163,16 @@ class Watch:
                 (box, dict(box)) for _, key, box, _ in self._boxes if key.startswith("_forward_") and isinstance(box, dict)
             ]
 
-    def _changes(self, path: str, key: str, new: object) -> str:
+    def _changes(self, path: str, key: str, new: object, where: str = "forward") -> str:
+        values = f"from {described(self._before[path].get(key, ABSENT))} to {described(new)}"
+        if where == "backward":
+            return (
+                f"{self.name} reads its attribute {label(path, key)} and changes it in its backward ({values}), in a hook or a "
+                f"function of its own, but a captured step does the same in every call; change it outside of the step"
+            )
         return (
-            f"{self.name} reads and changes its attribute {label(path, key)} in its forward (from "
-            f"{described(self._before[path].get(key, ABSENT))} to {described(new)}), but a captured step does the same in every "
-            f"call; keep it in a buffer, or, where only the first call changes it, run the model once before"
+            f"{self.name} reads and changes its attribute {label(path, key)} in its forward ({values}), but a captured step does "
+            f"the same in every call; keep it in a buffer, or, where only the first call changes it, run the model once before"
         )
 
     def _unsteady(self, first: list[tuple[Any, ...]], second: list[tuple[Any, ...]]) -> str:
@@ -259,7 +279,7 @@ def seeding_refused(name: str, where: torch.device) -> Iterator[Callable[[], Non
 
 
 @contextlib.contextmanager
-def _unseen_refused(name: str) -> Iterator[None]:
+def _unseen_refused(name: str, where: str) -> Iterator[None]:
     """Refuse what changes a step's numbers and is no operator call, so that a trace would leave it out."""
 
     def refusal(what: str) -> Callable[..., Any]:
@@ -269,11 +289,11 @@ def _unseen_refused(name: str) -> Iterator[None]:
         return refuse
 
     assigns = refusal(
-        "assigns the .data of a tensor in its forward, which a captured step would not see; write into the tensor in place"
+        f"assigns the .data of a tensor in its {where}, which a captured step would not see; write into the tensor in place"
     )
     packs = refusal(
-        "packs saved tensors by hooks (saved_tensors_hooks) in its forward, which a captured step would not call; take them "
-        "away, a plan saves memory in their place"
+        f"packs saved tensors by hooks (saved_tensors_hooks) in its {where}, which a captured step would not call; take them "
+        f"away, a plan saves memory in their place"
     )
     hooks = torch.autograd.graph.saved_tensors_hooks
     enter = hooks.__enter__

@@ -209,6 +209,30 @@ def average_read_before_and_after(model: Lambda, x: Tensor) -> Tensor:
     return square(y * model.moving)
 
 
+class ByModule(torch.autograd.Function):
+    """A matrix product that takes its weight from a module in the backward, instead of saving it."""
+
+    @staticmethod
+    def forward(ctx, x, module):
+        ctx.module = module
+        return x @ module.weight
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient @ ctx.module.weight.mT, None
+
+
+def weight_of_a_module(model: Lambda, x: Tensor) -> Tensor:
+    return square(ByModule.apply(model.linear(x), model.linear))
+
+
+def hook_that_reads_a_new_buffer(model: Lambda, x: Tensor) -> Tensor:
+    model.moving.add_(1)
+    y = model.linear(x)
+    y.register_hook(lambda gradient: gradient * model.moving + model.linear.bias.detach())
+    return square(y)
+
+
 def two_branches(model: Lambda, x: Tensor) -> Tensor:
     return square(torch.cond(x.sum() > 0, lambda t: model.linear(t), lambda t: 2 * t, (x,)) + model.linear(x))
 
@@ -326,6 +350,8 @@ CASES: dict[str, Callable[[], Case]] = {
     "written slice": lambda: lambda_case(lambda m, x: (h := m.linear(x).clone(), h[1:2].zero_(), square(h))[2], x8),
     "effect": lambda: lambda_case(lambda m, x: square(torch.linalg.inv(m.linear(x).mT @ x + 9 * torch.eye(8))), x8),
     "autograd inside": lambda: lambda_case(gradient_penalty, x8),
+    "weight of a module": lambda: lambda_case(weight_of_a_module, x8),
+    "hook that reads a new buffer": lambda: lambda_case(hook_that_reads_a_new_buffer, x8),
     "condition": lambda: lambda_case(two_branches, x8),
     "shared gradient": lambda: lambda_case(lambda m, x: (m.linear.weight[0] + m.linear.bias + m.moving).sum() + 0 * x.sum(), x8),
     "one number in a list": lambda: lambda_case(lambda m, x: m.linear(x).sum().reshape(1), x8),
@@ -807,6 +833,48 @@ def draws_again_itself(model, x):
     return square(DrawsAgainItself.apply(model.linear(x)))
 
 
+def hooked(hook: Callable[[Lambda, Tensor], object], model: Lambda, x: Tensor) -> Tensor:
+    """With a hook for the gradient of what is in the middle; what the hook returns is left alone."""
+    y = model.linear(x)
+    y.register_hook(lambda gradient: (hook(model, gradient), None)[1])
+    return square(y * (1 + model.moving) * model.scale)
+
+
+def with_a_hook(hook: Callable[[Lambda, Tensor], object]) -> Step:
+    return with_attribute(functools.partial(hooked, hook), scale=1.0, n=0)
+
+
+def counts_gradients(model: Lambda, gradient: Tensor) -> None:
+    model.n += 1
+
+
+def moves_average(model: Lambda, gradient: Tensor) -> None:
+    model.moving = 0.9 * model.moving + 0.1 * gradient.norm(dim=0)
+
+
+def writes_to_a_buffer_in_both(model: Lambda, x: Tensor) -> Tensor:
+    model.moving.mul_(0.5)
+    return hooked(lambda m, gradient: m.moving.add_(gradient.norm(dim=0)), model, x)
+
+
+class Reversible(torch.autograd.Function):
+    """Computes again in its backward, and has autograd add to the gradients of the parameters."""
+
+    @staticmethod
+    def forward(ctx, x, module):
+        ctx.module = module
+        ctx.save_for_backward(x.detach())
+        with torch.no_grad():
+            return module(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            ctx.module(x).backward(gradient)
+        return x.grad, None
+
+
 OWN = torch.Generator()
 
 
@@ -934,6 +1002,26 @@ REFUSED: dict[str, tuple[Callable[[], Step], str]] = {
     "counter for later": (lambda: with_attribute(counts_calls_for_later, n=0), "changes its attribute n in its forward"),
     "first call": (lambda: with_attribute(first_call_differs, started=False), "attribute started.*run the model once before"),
     "flag that flips": (lambda: with_attribute(flips, flag=False), "attribute flag in its forward .from False to True"),
+    "buffer written in the backward": (
+        lambda: with_a_hook(lambda m, gradient: m.moving.copy_(gradient.norm(dim=0))), "changes moving in its backward"
+    ),
+    "buffer replaced in the backward": (lambda: with_a_hook(moves_average), "changes moving in its backward"),
+    "buffer written in both": (
+        lambda: with_attribute(writes_to_a_buffer_in_both, scale=1.0), "changes moving in its backward"
+    ),
+    "counter in the backward": (lambda: with_a_hook(counts_gradients), "attribute n and changes it in its backward .from 0 to 1"),
+    "attribute of the backward, read by the next forward": (
+        lambda: with_a_hook(lambda m, gradient: setattr(m, "scale", gradient.norm())), "attribute scale and changes it"
+    ),
+    "data assigned in the backward": (
+        lambda: with_a_hook(lambda m, gradient: setattr(m.linear.bias, "data", gradient[0])), ".data of a tensor in its backward"
+    ),
+    "python's random in the backward": (
+        lambda: with_a_hook(lambda m, gradient: random.random()), r"Python's generator \(random\) in its backward"
+    ),
+    "backward in the backward": (
+        lambda: capture(Lambda(lambda m, x: square(Reversible.apply(m.linear(x), m.linear))), x8), "use torch.autograd.grad"
+    ),
     "data assigned": (lambda: capture(Lambda(assigns_data), x8), "assigns the .data of a tensor"),
     "seed": (lambda: capture(Lambda(seeds), x8), "seeds a generator or sets"),
     "state of a generator": (lambda: capture(Lambda(draws_again), x8), "seeds a generator or sets its state"),
