@@ -55,12 +55,14 @@ class RowFile:
     rows      those that were there
     repaired  whether the last line was there in part (a machine that stopped while writing); it is cut off
 
-    One process at a time. Raises InputError where another has the file, where it cannot be written, and naming the line
-    that is damaged.
+    One process at a time. Raises InputError where another has the file, where it cannot be written or is gzipped, and naming the
+    line that is damaged; the file is then as it was.
     """
 
     def __init__(self, path: str) -> None:
         self.path = path
+        if Path(path).suffix == ".gz":
+            raise InputError(f"{path}: rows are added one by one, which a gzipped file does not take; leave out .gz")
         make_folder(path)
         try:
             self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
@@ -71,12 +73,27 @@ class RowFile:
             raise InputError(f"{path} is being written by another process") from error
         except OSError as error:
             raise InputError(f"cannot write {path}: {error.strerror or error}") from error
-        data = Path(path).read_bytes()
-        whole = data.rfind(b"\n") + 1
-        self.repaired = whole < len(data)
-        if self.repaired:
-            os.truncate(self._file, whole)
-        self.rows = read_rows(path)
+        try:
+            self.rows, self.repaired = self._read()
+        except BaseException:
+            self.close()
+            raise
+
+    def _read(self) -> tuple[list[dict[str, Any]], bool]:
+        """The rows that are there, and whether a part of one was cut off."""
+        text = read_text(self.path)
+        end = text.rfind("\n") + 1
+        rows, rest = _rows(text[:end], self.path), text[end:]
+        if rest.strip("\0") and not rest.startswith("{"):  # no part of a row: a file of another kind, which is not ours to cut
+            raise InputError(f"{self.path}, line {len(rows) + 1}: expected a row, found {rest[:40]!r}")
+        try:
+            rows += _rows(rest, self.path)
+        except InputError:
+            os.truncate(self._file, len(text[:end].encode()))
+            return rows, True
+        if rest:
+            os.write(self._file, b"\n")
+        return rows, False
 
     def append(self, row: dict[str, Any]) -> dict[str, Any]:
         """Add a row with its provenance; that row."""
@@ -109,8 +126,12 @@ def make_folder(path: str) -> None:
 
 def read_rows(path: str | Path) -> list[dict[str, Any]]:
     """Rows of a file. Raises InputError naming the line that is damaged."""
+    return _rows(read_text(path), path)
+
+
+def _rows(text: str, path: str | Path) -> list[dict[str, Any]]:
     rows = []
-    for number, line in enumerate(read_text(path).splitlines(), start=1):
+    for number, line in enumerate(text.splitlines(), start=1):
         try:
             row = json.loads(line)
         except json.JSONDecodeError as error:

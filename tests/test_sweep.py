@@ -312,12 +312,14 @@ def test_rows_are_whole_and_a_torn_one_is_cut_off(tmp_path: Path) -> None:
     for number in range(3):
         assert file.append({"number": number}) == read_rows(path)[-1]
     file.close()
-    Path(path).write_text(Path(path).read_text()[:-20])
-    file = RowFile(path)
-    assert file.repaired and [row["number"] for row in file.rows] == [0, 1]
-    file.append({"number": 2})
-    file.close()
-    assert [row["number"] for row in read_rows(path)] == [0, 1, 2]
+    whole = Path(path).read_text()
+    for torn in (whole[:-20], whole[: whole.index('{"number": 2') + 1], whole[: whole.index('{"number": 2')] + 9 * "\0"):
+        Path(path).write_text(torn)
+        file = RowFile(path)
+        assert file.repaired and [row["number"] for row in file.rows] == [0, 1]
+        file.append({"number": 2})
+        file.close()
+        assert [row["number"] for row in read_rows(path)] == [0, 1, 2]
 
 
 def test_files_that_cannot_be_used(tmp_path: Path) -> None:
@@ -329,6 +331,29 @@ def test_files_that_cannot_be_used(tmp_path: Path) -> None:
         RowFile(str(tmp_path))
     with pytest.raises(InputError, match="no regular file"):
         RowFile("/dev/null")
+    with pytest.raises(InputError, match=r"leave out \.gz"):
+        RowFile(str(tmp_path / "new" / "rows.jsonl.gz"))
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("content", [b"one\ntwo", b'{"a": 1}\ntwo', b"two", b'{"a": 1}\n{"a"\n{"a', b"\x1f\x8b\n\xff{"])
+def test_a_file_of_another_kind_stays_as_it_is(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "model.py"
+    path.write_bytes(content)
+    for _ in range(2):  # and nobody keeps it
+        with pytest.raises(InputError, match=r"line \d|damaged"):
+            RowFile(str(path))
+    assert path.read_bytes() == content
+
+
+def test_a_last_row_that_only_lacks_its_end_of_line_stays(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"a": 1}\n{"b": 2}')
+    file = RowFile(str(path))
+    assert not file.repaired and file.rows == [{"a": 1}, {"b": 2}]
+    file.append({"c": 3})
+    file.close()
+    assert [*map(list, read_rows(path))][:2] == [["a"], ["b"]] and len(read_rows(path)) == 3
 
 
 # The command.
