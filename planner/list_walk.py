@@ -24,10 +24,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numba
 import numpy as np
 
 from graphs.ir import Graph
+from planner.compiled import untyped
 from planner.flat import Flags, Floats, Ints, rows
 from planner.loading import TINY, load_once
 
@@ -153,7 +153,7 @@ class ListWalk:
         if deadline < math.inf:
             most_steps = int(min(most_steps, STEPS_PER_S * max(LEAST_S, deadline - time.perf_counter())))
         runs = np.empty(int(1.5 * (route.runs.size - begin)) + 50 if begin else MOST_RUNS * route.runs.size, np.int64)
-        ran, at, time_ns, stuck, work = _walk(  # type: ignore[call-arg]  # numba types its functions as taking none
+        ran, at, time_ns, stuck, work = _walk(
             *self._graph,
             route.runs,
             route.first_at,
@@ -182,7 +182,7 @@ def _walk_once() -> None:
     tiny.follow(tiny.route([0]))
 
 
-@numba.njit(cache=True)
+@untyped
 def _places(runs, in_rows, inputs, out_rows, outputs, first_at, use_rows, uses):  # type: ignore[no-untyped-def]  # pragma: no cover
     """Fill in first_at (all of them beyond the end), use_rows (zeros) and uses of a route.
 
@@ -208,7 +208,7 @@ def _places(runs, in_rows, inputs, out_rows, outputs, first_at, use_rows, uses):
             free[outputs[a]] += 1
 
 
-@numba.njit(cache=True)
+@untyped
 def _remake_time(v, producer, in_rows, inputs, again, present, seen, stamp, todo):  # type: ignore[no-untyped-def]  # pragma: no cover
     """Time to run the maker of ``v`` and its missing ancestors, infinite through an op with an effect; and how many they are."""
     total = 0.0
@@ -231,7 +231,7 @@ def _remake_time(v, producer, in_rows, inputs, again, present, seen, stamp, todo
     return total, count
 
 
-@numba.njit(cache=True)
+@untyped
 def _drop(v, present, inside, place, inside_count):  # type: ignore[no-untyped-def]  # pragma: no cover
     """Take ``v`` out of the present values; how many are left."""
     inside_count -= 1
@@ -241,7 +241,7 @@ def _drop(v, present, inside, place, inside_count):  # type: ignore[no-untyped-d
     return inside_count
 
 
-@numba.njit(cache=True)
+@untyped
 def _sift(k, count, score, rate, candidates):  # type: ignore[no-untyped-def]  # pragma: no cover
     """Move entry ``k`` of a heap down to its place: the least score is at the top, of equal ones that of the lower value."""
     moved_score, moved_rate, moved = score[k], rate[k], candidates[k]
@@ -258,7 +258,7 @@ def _sift(k, count, score, rate, candidates):  # type: ignore[no-untyped-def]  #
     score[k], rate[k], candidates[k] = moved_score, moved_rate, moved
 
 
-@numba.njit(cache=True)
+@untyped
 def _after(k, end, uses, left_out):  # type: ignore[no-untyped-def]  # pragma: no cover
     """The next of a value's uses, from ``k`` on, that is not left out."""
     while k < end and left_out[uses[k] // 2]:
@@ -266,19 +266,19 @@ def _after(k, end, uses, left_out):  # type: ignore[no-untyped-def]  # pragma: n
     return k
 
 
-@numba.njit(cache=True)
+@untyped
 def use_from(v, at, use_rows, uses):  # type: ignore[no-untyped-def]  # pragma: no cover
     """Index in ``uses`` of a value's first use that is not less than ``at``; the end of its row where there is none."""
     return use_rows[v] + np.searchsorted(uses[use_rows[v] : use_rows[v + 1]], at)
 
 
-@numba.njit(cache=True)
+@untyped
 def is_read(k, end, uses):  # type: ignore[no-untyped-def]  # pragma: no cover
     """Whether use ``k`` is there and a read: the value is then wanted in memory."""
     return k < end and uses[k] % 2 == 0
 
 
-@numba.njit(cache=True)
+@untyped
 def _power(base, far):  # type: ignore[no-untyped-def]  # pragma: no cover
     """``base`` to one of the exponents in use, fast."""
     if far == 0.0:
@@ -288,7 +288,7 @@ def _power(base, far):  # type: ignore[no-untyped-def]  # pragma: no cover
     return base if far == 1.0 else base * base
 
 
-@numba.njit(cache=True)
+@untyped
 def _walk(  # type: ignore[no-untyped-def]  # pragma: no cover
     room,
     producer,

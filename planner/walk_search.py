@@ -17,11 +17,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-import numba
 import numpy as np
 
 from graphs.ir import Graph
 from planner import turns
+from planner.compiled import untyped
 from planner.flat import Flags, Floats, Ints
 from planner.list_walk import ListWalk, Route, Walked, is_read, use_from
 from planner.loading import load_once
@@ -343,7 +343,7 @@ def _compile() -> None:
     _wanted_since(0, rows, one, rows, one)
 
 
-@numba.njit(cache=True)
+@untyped
 def _dearer(chosen, factor, weights, runs, out_rows, outputs, use_rows, uses):  # type: ignore[no-untyped-def]  # pragma: no cover
     """Multiply the weights of what the chosen runs make; the position of the earliest last use before."""
     since = chosen[0]
@@ -358,7 +358,7 @@ def _dearer(chosen, factor, weights, runs, out_rows, outputs, use_rows, uses):  
     return since
 
 
-@numba.njit(cache=True)
+@untyped
 def _wanted_since(at, use_rows, uses, old_rows, old_uses):  # type: ignore[no-untyped-def]  # pragma: no cover
     """The earliest last use, before ``at``, of a value that a route has in memory there and an older one has not; else ``at``."""
     since = at
