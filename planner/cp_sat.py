@@ -18,6 +18,7 @@ from typing import Any
 from ortools.sat.python import cp_model
 
 from planner.milp import GRACE_S, GRACE_SHARE, leave_behind
+from planner.waiting import Done, begin
 
 
 class Outcome(enum.Enum):
@@ -116,23 +117,23 @@ def minimise(
                 if on_solution is not None:
                     on_solution(item[0])
 
-    thread = threading.Thread(target=search.run, name="cp-sat", daemon=True)
-    thread.start()
     late = deadline + GRACE_SHARE * given_s + GRACE_S
     try:
+        begin(search.run, ())
         if meanwhile is not None:
             meanwhile(search.done)
-        # The event and not Thread.join: interrupted, that takes a running thread for dead (Python 3.11).
         while not search.done.wait(0.02 if search.young else 0.1) and time.perf_counter() < late:
             if time.perf_counter() > deadline:
                 solver.stop_search()
             pass_on()
     except BaseException:  # Ctrl-C above all; whatever it is, no solver may be left alone
         late = time.perf_counter() + GRACE_S
-        while not search.done.wait(0.02) and time.perf_counter() < late:
-            solver.stop_search()
-        if not search.done.is_set():
-            search.leave_behind()
+        try:
+            while not search.done.wait(0.02) and time.perf_counter() < late:
+                solver.stop_search()
+        finally:  # on a second Ctrl-C too
+            if not search.done.is_set():
+                search.leave_behind()
         pass_on()
         raise
     if not search.done.is_set():  # it is deep in presolve and has not looked at the clock
@@ -172,7 +173,7 @@ class _Search(cp_model.CpSolverSolutionCallback):
         self._began = time.perf_counter()
         self.status: Any = None
         self.error: BaseException | None = None
-        self.done = threading.Event()
+        self.done = Done()
 
     @property
     def young(self) -> bool:
@@ -194,7 +195,7 @@ class _Search(cp_model.CpSolverSolutionCallback):
                 self._solver.stop_search()
 
         leave_behind(self.done)
-        threading.Thread(target=stop, name="cp-sat-stop", daemon=True).start()
+        begin(stop, ())
 
     def on_solution_callback(self) -> None:
         values = [self.value(x) for x in self._watch]

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from graphs.ir import Graph, Op, Value
+from planner.waiting import Done, begin
 
 T = TypeVar("T")
 TINY = Graph("tiny", (Op("op", (), (0,), 1),), (Value("value", 1),), frozenset(), frozenset({0}))  # to try compiled code on
@@ -33,7 +34,7 @@ def undisturbed(work: Callable[[], T]) -> T:
         return work()
     results: list[T] = []
     errors: list[BaseException] = []
-    done = threading.Event()  # and not Thread.join: interrupted, that takes a running thread for dead (Python 3.11)
+    done = Done()
 
     def run() -> None:
         try:
@@ -43,8 +44,8 @@ def undisturbed(work: Callable[[], T]) -> T:
         finally:
             done.set()
 
-    threading.Thread(target=run, name="loading", daemon=True).start()
     try:
+        begin(run, ())
         done.wait()
     except KeyboardInterrupt:
         done.wait()

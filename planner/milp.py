@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from planner import turns
+from planner.waiting import Done, begin
 
 T = TypeVar("T")
 
@@ -351,8 +352,7 @@ def _run(
     late = time.perf_counter() + (1 + GRACE_SHARE) * time_limit_s + GRACE_S
     results: list[T] = []
     errors: list[BaseException] = []
-    done = threading.Event()  # and not Thread.join: interrupted, that takes a running thread for dead (Python 3.11)
-    left = threading.Event()
+    done, left = Done(), threading.Event()
 
     def work() -> None:
         try:
@@ -362,9 +362,8 @@ def _run(
         finally:
             done.set()
 
-    thread = threading.Thread(target=work, name="solver", daemon=True)
     try:
-        thread.start()
+        begin(work, ())
         if meanwhile is not None:
             meanwhile(done)
         while not done.wait(0.1):

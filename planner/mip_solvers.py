@@ -14,7 +14,6 @@ import re
 import signal
 import subprocess
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -23,6 +22,7 @@ from typing import Any, Protocol
 
 from graphs.errors import InputError
 from planner.milp import Milp, Outcome, leave_behind, limited
+from planner.waiting import Done, begin
 
 # Names of our own for what PuLP has under several, in the order in which they are tried.
 PULP_NAMES = {
@@ -82,7 +82,7 @@ def minimise(
     run = _backend(milp, solver, max(0.01, time_limit_s), gap, start, seed)
     answers: list[Answer] = []
     errors: list[BaseException] = []
-    done = threading.Event()
+    done = Done()
 
     def work() -> None:
         try:
@@ -95,7 +95,7 @@ def minimise(
     stopped = None
     try:
         try:
-            threading.Thread(target=work, name=solver, daemon=True).start()
+            begin(work, ())
             if not done.wait((1 + GRACE_SHARE) * time_limit_s + GRACE_S):
                 stopped = "time limit"
         except KeyboardInterrupt:
