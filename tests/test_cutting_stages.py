@@ -29,6 +29,7 @@ from planner import (
 )
 from planner.annealed_walks import AnnealedWalks
 from planner.bounds import least_bytes
+from planner.exhaustive import cheapest
 from planner.first_schedules import try_blocks
 from planner.methods import cutting_stages
 from planner.milp import Answer, Milp, Outcome
@@ -895,3 +896,15 @@ def test_other_orders_are_tried_once_where_nothing_fits(monkeypatch: pytest.Monk
     assert search.best is None and asked == [True]
     cutting_stages._elsewhere(without_backward(True))  # which is in another order already
     assert asked == [True]
+
+
+@pytest.mark.parametrize("budget_bytes", [3, 4, 5, 6])
+@pytest.mark.parametrize("gap", [0.0, 0.005, 0.009, 0.01, 0.03])
+def test_that_nothing_is_cheaper_by_the_gap_closes_it(gap: float, budget_bytes: int) -> None:
+    """(1 - 0.009) · 21,000 is 20,811 but for rounding, which is further from 21,000 than 0.009 · 21,000."""
+    graph = chain(5, time_ns=1000)
+    best = cheapest(graph, budget_bytes).runs
+    assert best is not None
+    search = StageSearch(graph, budget_bytes, gap, 60.0, None, seed=0, any_order=False)
+    search.offer(with_frees(graph, best), "known")
+    assert cutting_stages._exhaust(search, cutting_stages.MOST_STATES, gap) and search.closed()

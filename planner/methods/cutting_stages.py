@@ -367,7 +367,7 @@ def _exhaust(search: StageSearch, states: int, aim: float) -> bool:
     found = cheapest(
         search.graph,
         search.budget_bytes,
-        below_ns=math.inf if search.time_ns is None else (1 - aim) * search.time_ns,
+        below_ns=math.inf if search.time_ns is None else search.time_ns - math.floor(aim * search.time_ns),
         states=states,
         deadline=search.deadline,
         proves=partial(search.raise_bound, restricted=False),
