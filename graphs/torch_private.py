@@ -76,6 +76,7 @@ __all__ = [
     "TreeSpec",
     "activation_memory_budget",
     "around_backwards",
+    "around_packing",
     "as_if_compiling",
     "changed_inputs",
     "compile_partitioned",
@@ -234,6 +235,33 @@ def holding(module: nn.Module, tensors: dict[str, Tensor]) -> Iterator[None]:
     assigned in their place meanwhile is in ``tensors`` afterwards."""
     with _reparametrize_module(module, tensors, tie_weights=True):
         yield
+
+
+@contextlib.contextmanager
+def around_packing(inside: Callable[[], contextlib.AbstractContextManager[object]]) -> Iterator[None]:
+    """Enter ``inside()`` around each call of the pack hooks that are set now (``torch.autograd.graph.saved_tensors_hooks``) and
+    of those set meanwhile: autograd calls them from within the operators, where a torch-function mode steps aside."""
+    owner: Any = torch.autograd.graph.saved_tensors_hooks
+    original = owner.__enter__
+    engine: Any = torch._C._autograd
+
+    def push(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
+        def packed(tensor: Tensor) -> Any:
+            with inside():
+                return pack(tensor)
+
+        engine._push_saved_tensors_default_hooks(packed, unpack)
+
+    now = engine._top_saved_tensors_default_hooks(True)
+    owner.__enter__ = lambda hooks: push(hooks.pack_hook, hooks.unpack_hook)
+    if now is not None:
+        push(*now)
+    try:
+        yield
+    finally:
+        owner.__enter__ = original
+        if now is not None:
+            engine._pop_saved_tensors_default_hooks()
 
 
 def is_active(mode: TorchDispatchMode) -> bool:

@@ -39,6 +39,7 @@ from graphs.torch_private import (
     TorchDispatchMode,
     around_backwards,
     current_stream,
+    around_packing,
     in_backward,
     is_active,
     is_functorch_wrapped,
@@ -235,7 +236,8 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
             self._interposed.callback(register_optimizer_step_post_hook(self._keep_state).remove)
             reads = _RawReads(self)
             self._interposed.enter_context(reads)
-            self._interposed.enter_context(around_backwards(lambda: reads if self._is_here() else contextlib.nullcontext()))
+            for around in (around_backwards, around_packing):
+                self._interposed.enter_context(around(lambda: reads if self._is_here() else contextlib.nullcontext()))
             self._interposed.enter_context(self._operators)
             self._interposed.enter_context(old_objects_left_alone())
         except BaseException:

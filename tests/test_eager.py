@@ -704,6 +704,37 @@ def test_reads_past_the_dispatcher_in_a_backward_bring_back(whole: bool) -> None
     assert swept(step, x) > 5
 
 
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("saves", [False, True])
+def test_pack_hooks_read_what_is_there(before: bool, saves: bool) -> None:
+    """Autograd calls them from within an operator, with what the operator is about to read."""
+    x = torch.randn(1000, requires_grad=True)
+
+    def pack(tensor: Tensor) -> Any:
+        if not saves:
+            return tensor.detach().numpy().copy()
+        file = io.BytesIO()
+        torch.save(tensor, file)
+        return file
+
+    def unpack(packed: Any) -> Tensor:
+        if not saves:
+            return torch.from_numpy(packed)
+        packed.seek(0)
+        return torch.load(packed)  # type: ignore[no-any-return]
+
+    def step() -> list[Tensor]:
+        a, b = x * 2, x * 3
+        several = [x.detach() + i for i in range(16)]
+        del several
+        with contextlib.nullcontext() if before else torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            return [*torch.autograd.grad((a * b).exp().sum(), x)]
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack) if before else contextlib.nullcontext():
+        assert swept(step, x) > 5
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
 def test_a_backward_keeps_no_more_than_it_did() -> None:
     """What the block itself does to tensors while a backward runs is no read of the program's."""
     x = torch.randn(1000, requires_grad=True)
