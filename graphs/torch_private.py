@@ -115,6 +115,7 @@ __all__ = [
     "tree_leaves",
     "tree_map_only",
     "tree_unflatten",
+    "unwrapped",
     "without_autocast",
     "without_torch_function",
 ]
@@ -288,6 +289,13 @@ without_torch_function = torch._C.DisableTorchFunction  # a context: torch-funct
 def is_functorch_wrapped(tensor: Tensor) -> bool:
     """Whether a tensor stands for another one inside of ``torch.func.grad``, ``vmap`` and the like; it has no storage."""
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+
+
+def unwrapped(tensor: Tensor) -> Tensor:
+    """What a tensor stands for inside of ``torch.func.grad``, ``vmap`` and the like; itself elsewhere."""
+    while is_functorch_wrapped(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
 
 
 def in_forward_mode() -> bool:

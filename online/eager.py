@@ -49,6 +49,7 @@ from graphs.torch_private import (
     no_dispatch,
     replace_content,
     tree_leaves,
+    unwrapped,
     without_torch_function,
 )
 from online.engine import Counters, Option, OutOfMemory, Release, Thrashed
@@ -942,6 +943,24 @@ _OPENS = {
 }
 _READS = {getattr(Tensor, name) for name in ("__deepcopy__", "__format__", "__reduce_ex__", "__repr__", "tolist")}
 _WRITES = {getattr(Tensor, name) for name in ("apply_", "map2_", "map_")}  # to the first of the tensors they read
+# Functions that may read any tensor they are given so, those in lists too; and those that read such in lists alone.
+_GATHERS = {getattr(Tensor, name) for name in ("new", "new_tensor", "tensor_split")}
+_GATHERS |= {torch.tensor, torch.as_tensor, torch.asarray, torch.tensor_split}
+_INDEXES = {Tensor.__getitem__, Tensor.__setitem__}
+
+
+def _holds_list(index: object) -> bool:
+    """Whether an index has a list in it: its numbers, which may be tensors, are read past the dispatcher."""
+    return type(index) is list or (type(index) is tuple and any(type(entry) is list for entry in index))
+
+
+def _listed(argument: object) -> Iterator[Tensor]:
+    """Tensors in lists and tuples, however deep."""
+    if isinstance(argument, Tensor):
+        yield from _tensors_in(unwrapped(argument))
+    elif isinstance(argument, list | tuple):
+        for entry in argument:
+            yield from _listed(entry)
 
 
 class _RawReads(TorchFunctionMode):
@@ -958,11 +977,11 @@ class _RawReads(TorchFunctionMode):
             )
         if func in _OPENS:
             run = self._run
-            for tensor in _tensors_in(args[0]):
+            for tensor in _tensors_in(unwrapped(args[0])):
                 run._fix(run._content(tensor), func.__name__)
-        elif func in _READS or func in _WRITES:
+        elif func in _READS or func in _WRITES or func in _GATHERS or (func in _INDEXES and _holds_list(args[1])):
             run = self._run
-            read = [run._content(tensor) for argument in args if isinstance(argument, Tensor) for tensor in _tensors_in(argument)]
+            read = [run._content(tensor) for tensor in _listed([*args, *(kwargs or {}).values()])]
             if func in _WRITES and read:
                 run._fix(read[0], func.__name__)
             with run._held(func.__name__, [content.number for content in read]):

@@ -7,6 +7,7 @@ import copy
 import functools
 import gc
 import io
+import operator
 import threading
 import weakref
 from collections.abc import Callable
@@ -622,6 +623,33 @@ def test_what_python_functions_write_past_the_dispatcher_stays() -> None:
         return [before, y, after]
 
     assert swept(step, x) > 5
+
+
+GATHERS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "tensor": lambda x, i, j: torch.tensor([[i, j], (j, i)]),
+    "as_tensor": lambda x, i, j: torch.as_tensor(data=[i, j]),
+    "asarray": lambda x, i, j: torch.asarray((i, j)),
+    "new_tensor": lambda x, i, j: x.new_tensor([i, j]),
+    "index": lambda x, i, j: x.view(1, -1)[:, [i, j]],
+    "indexed write": lambda x, i, j: operator.setitem(y := x * 1, ([i, j],), 1.0) or y,  # type: ignore[func-returns-value]
+    "tensor_split": lambda x, i, j: torch.cat(x.tensor_split((x[:2] * 0).long() + 5)[1:]),
+    "repr in vmap": lambda x, i, j: torch.func.vmap(lambda y: torch.tensor(float(len(repr(y)))) + y)(x * 2),
+    "repr in grad": lambda x, i, j: torch.func.grad(lambda y: y.sin().sum() * len(repr(y)))(x * 2),
+}
+
+
+@pytest.mark.parametrize("name", GATHERS)
+def test_what_is_gathered_past_the_dispatcher_is_there(name: str) -> None:
+    x = torch.randn(1000)
+
+    def step() -> list[Tensor]:
+        several = [x * 2, x * 3]
+        i, j = x.argmax(), x.argmin()
+        several.append(x * 4)
+        push(x)
+        return [GATHERS[name](several[0], i, j)]
+
+    assert swept(step, x, 0.7) > 5
 
 
 def test_the_default_dtype_is_that_of_the_first_run() -> None:
