@@ -368,12 +368,14 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
             written, overwritten = [], written
         else:
             recipe = Recipe(func, views, named, written, scratch)
-            if kind.random:
-                where = _drawn_from(args, kwargs)
-                recipe.draw = where, generator_state(where)
+            if kind.random or kind.foreign:
+                recipe.draws = [(where, generator_state(where)) for where in _drawn_from(kind, args, kwargs)]
         if scratch:
             read = [content for content in read if content not in scratch]
         result = self._run(kind, full, sizes, read, written, scratch, recipe, func, args, kwargs)
+        if kind.foreign and recipe is not None:
+            recipe.draws = [(where, state) for where, state in recipe.draws if not torch.equal(state, generator_state(where))]
+            kind.random = kind.random or bool(recipe.draws)
         if overwritten:
             _check_sizes(overwritten)
         if kind.name == "aten._pack_padded_sequence":  # recurrent layers and unpacking read the batch sizes past the dispatcher
@@ -874,17 +876,22 @@ def _check_sizes(written: list[Content]) -> None:
             raise InputError("an operator changed the size of a tensor it was to write to; give out= one of the right size")
 
 
-def _drawn_from(args: Any, kwargs: Any) -> torch.device | torch.Generator:
-    """Where an op draws: from the generator it is given, or on the device of its first tensor or the one it is given."""
+def _drawn_from(kind: Kind, args: Any, kwargs: Any) -> set[torch.device | torch.Generator]:
+    """Where an op draws: from the generator it is given, or on the device of its first tensor or the one it is given.
+
+    One that is none of PyTorch's own may draw a seed on the host as well.
+    """
     leaves = tree_leaves((args, kwargs))
     for leaf in leaves:
         if isinstance(leaf, torch.Generator):
-            return leaf
+            return {leaf}
+    cpu = torch.device("cpu")
+    host: set[torch.device | torch.Generator] = {cpu} if kind.foreign else set()
     for leaf in leaves:
         if isinstance(leaf, Tensor):
-            return leaf.device
+            return {leaf.device} | host
     device = kwargs.get("device")
-    return torch.device("cpu") if device is None else torch.device(device)
+    return {cpu if device is None else torch.device(device)} | host
 
 
 def _takes_calls_apart(kind: type[Tensor]) -> bool:

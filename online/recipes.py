@@ -99,11 +99,11 @@ class Recipe:
     written       for each content the op writes over: the old one; its outputs begin with the new ones
     scratch       contents it writes to without what it returns depending on them: run again, it writes to a copy
     makes         what it made (weakly: a recipe lives as long as something made by it may be needed)
-    draw          the generator (or the device whose default one it is) and its state before the draw, of a random op
+    draws         each generator (or the device whose default one it is) and its state before the draw, of a random op
     with_grad     whether gradients were enabled: some kernels (oneDNN's recurrent layers) make more then
     """
 
-    __slots__ = ("__weakref__", "args", "default_dtype", "draw", "func", "kwargs", "makes", "scratch", "with_grad", "written")
+    __slots__ = ("__weakref__", "args", "default_dtype", "draws", "func", "kwargs", "makes", "scratch", "with_grad", "written")
 
     def __init__(self, func: Any, args: Any, kwargs: Any, written: list[Content], scratch: list[Content]) -> None:
         self.func = func
@@ -112,7 +112,7 @@ class Recipe:
         self.written = written
         self.scratch = scratch
         self.makes: list[Known] = []
-        self.draw: tuple[torch.device | torch.Generator, Tensor] | None = None
+        self.draws: list[tuple[torch.device | torch.Generator, Tensor]] = []
         self.with_grad = torch.is_grad_enabled()
         self.default_dtype = torch.get_default_dtype()
 
@@ -124,11 +124,10 @@ class Recipe:
         kwargs = {name: _filled(argument, own, old) for name, argument in self.kwargs.items()}
         # No argument requires a gradient, so nothing is recorded.
         with without_autocast(), torch.set_grad_enabled(self.with_grad), _by_default(self.default_dtype):
-            if self.draw is None:
-                result = self.func(*args, **kwargs)
-            else:
-                where, state = self.draw
-                result = repeat_draw(state, where, self.func, *args, **kwargs)
+            call = self.func
+            for where, state in self.draws:
+                call = functools.partial(repeat_draw, state, where, call)
+            result = call(*args, **kwargs)
         return [own[content] for content in self.written] + new_storages(result, old)
 
 
@@ -201,6 +200,7 @@ class Kind:
     scratch  places of arguments it writes to although what it returns does not depend on them
     gives_back  returns nothing but the tensors it writes to
     random   draws random numbers
+    foreign  none of PyTorch's own: it may draw without saying so, and is ``random`` once it did
     acts     on the outside world, so that it must not run twice
     moves    puts a tensor on another storage or changes the size of one
     entries  entries[acts][in_backward]: what is noted of a call; each made once
@@ -209,6 +209,7 @@ class Kind:
     __slots__ = (
         "acts",
         "entries",
+        "foreign",
         "func",
         "gives_back",
         "kind",
@@ -238,6 +239,7 @@ class Kind:
         gives_tensors = any("Tensor" in str(r.type) for r in schema.returns)
         self.gives_back = bool(self.written) and all(r.alias_info is not None for r in schema.returns)
         self.random = torch.Tag.nondeterministic_seeded in func.tags
+        self.foreign = func.namespace not in ("aten", "prims")
         self.acts = (not self.written and not schema.returns) or func.namespace in ("c10d", "_c10d_functional")
         self.moves = packet in ("aten::set_", "aten::resize_", "aten::resize_as_")
         tensors = [at for at, a in enumerate(schema.arguments) if "Tensor" in str(a.type)]

@@ -579,6 +579,26 @@ def test_a_generator_given_by_place_is_drawn_from_again() -> None:
     assert swept(step, x) > 5
 
 
+@torch.library.custom_op("belady_tests::noisy", mutates_args=())
+def noisy(x: Tensor) -> Tensor:
+    return x + torch.rand_like(x)
+
+
+def test_operators_that_draw_without_saying_so_repeat_their_draws() -> None:
+    x = torch.randn(1000)
+
+    def step() -> list[Tensor]:
+        torch.manual_seed(3)
+        y = noisy(x)  # type: ignore[no-untyped-call]
+        push(x)
+        return [y, torch.rand(3), torch.get_rng_state()]
+
+    assert swept(step, x) > 5
+    with budget(None) as run:
+        noisy(x)  # type: ignore[no-untyped-call]
+    assert [op.random for op in run.graph.ops] == [False, True]
+
+
 def test_conjugate_and_negated_views_are_read_again_as_they_were() -> None:
     z = torch.randn(500, dtype=torch.complex64)
 
