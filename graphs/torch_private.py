@@ -69,6 +69,7 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "FunctionalTensor",
+    "HigherOrderOperator",
     "Joint",
     "OpOverload",
     "SameTensors",

@@ -36,6 +36,7 @@ from graphs.ir import Graph, Op, Value
 from graphs.torch_private import (
     REPLACES_IN_PLACE,
     FakeTensor,
+    HigherOrderOperator,
     TorchDispatchMode,
     around_backwards,
     current_stream,
@@ -502,7 +503,11 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
             if content is None:
                 content = self._content(argument)
             read.append(content)
-            shape, stride, dtype = argument.shape, argument.stride(), argument.dtype
+            try:
+                shape, stride, dtype = argument.shape, argument.stride(), argument.dtype
+            except RuntimeError:
+                check_layout(argument)
+                raise
             key += (shape, stride, dtype, argument.is_cuda)
             conjugate, negated = dtype.is_complex and argument.is_conj(), argument.is_neg()
             keeps = None
@@ -928,7 +933,13 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if _LEFT_ALONE:
             self.__torch_dispatch__ = self._handle  # type: ignore[method-assign]
 
+    supports_higher_order_operators = True  # they come here to be refused in our words
+
     def _handle(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if isinstance(func, HigherOrderOperator):
+            raise InputError(
+                f"{func} cannot run under a budget, as its parts are the compiler's; use Python's own if and while"
+            )
         if types and any(_takes_calls_apart(each) for each in types):
             return NotImplemented  # what the tensor does with those it is made of comes here in turn
         with without_torch_function():  # what is done here to a tensor is no reading of the program's

@@ -899,6 +899,25 @@ def test_quantized_tensors_are_refused() -> None:
         torch.quantize_per_tensor(torch.ones(10) * 1, 0.1, 0, torch.quint8).dequantize()
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_are_refused_where_they_are_not_jagged() -> None:
+    x = torch.ones(3, 4)
+    with pytest.raises(InputError, match=r"layout=torch\.jagged"), budget(None):
+        torch.nested.nested_tensor([x, x * 2]).to_padded_tensor(0.0)
+    outside = torch.nested.nested_tensor([x, x[:1]])
+    with pytest.raises(InputError, match=r"layout=torch\.jagged"), budget(None):
+        outside.to_padded_tensor(0.0)
+    with budget(None):
+        nested = torch.nested.nested_tensor([x, x[:1]], layout=torch.jagged)
+        assert (nested * 2).values().sum().item() == 32
+
+
+def test_control_flow_of_the_compiler_is_refused() -> None:
+    x = torch.ones(3)
+    with pytest.raises(InputError, match=r"cond cannot run under a budget.*Python's own"), budget(None):
+        torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,))
+
+
 def test_sizes_that_depend_on_data_are_counted() -> None:
     x = torch.arange(1000.0)
     with budget(40_000, holding=x) as run:
