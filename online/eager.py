@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import os
 import time
 import warnings
 import weakref
@@ -89,6 +90,16 @@ Holding = Tensor | nn.Module | torch.optim.Optimizer | Mapping[Any, Any] | Itera
 
 _NONE: dict[str, Any] = {}  # arguments by name of most calls
 _UNDER_WAY: list[EagerRun] = []  # the run that is under way, if one is
+
+
+def _lift_in_child() -> None:
+    """A process forked inside of a block (a worker of a loader) has memory of its own, which no budget is for."""
+    for run in _UNDER_WAY:
+        run._engine.lift()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_lift_in_child)
 
 
 def budget(

@@ -8,6 +8,7 @@ import functools
 import gc
 import io
 import operator
+import os
 import threading
 import weakref
 from collections.abc import Callable
@@ -1025,6 +1026,16 @@ def test_batches_come_from_a_loader_inside() -> None:
         sums = [batch.sum().item() for (batch,) in torch.utils.data.DataLoader(data, batch_size=2)]
     assert sums == [6, 22, 38]
     assert not [op.kind for op in run.graph.ops if "profiler" in op.kind]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="workers are not forked here")
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_workers_of_a_loader_have_no_budget() -> None:
+    data = torch.utils.data.TensorDataset(torch.arange(4000.0).reshape(4, 1000))
+    loader = torch.utils.data.DataLoader(data, batch_size=2, num_workers=1, multiprocessing_context="fork")
+    with budget(9_000):
+        sums = [batch.sum().item() for (batch,) in loader]
+    assert sums == [1999000, 5999000]
 
 
 def test_function_transforms_work_inside() -> None:
