@@ -482,10 +482,10 @@ class Engine:
         asked = self.used_bytes + self._made_bytes[op] + workspace_bytes
         if asked > self.budget_bytes if allocator is None else not allocator.take(self._blocks(op)):
             asked = self._make_room(op)
-        if asked > self.peak_bytes:
-            self.peak_bytes = asked
         if self.driver is not None:
             self.driver.compute(op)
+        if asked > self.peak_bytes:
+            self.peak_bytes = asked
         self.steps.append(op)
         self._counters.executions += 1
         time_ns = self._time_ns[op]

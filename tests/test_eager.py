@@ -930,6 +930,19 @@ def test_sizes_that_depend_on_data_are_counted() -> None:
     assert made["aten.nonzero.default"] == 72
 
 
+@EXACT
+def test_room_that_is_made_and_not_taken_is_in_no_peak() -> None:
+    """An op that waits for a rebuild, and then makes less than it might have made."""
+    x = torch.zeros(1000, dtype=torch.int8)
+    with budget(10_400, holding=x, heuristic="lru") as run:
+        y = x * 1
+        other = torch.ones(8500, dtype=torch.int8)  # pushes it out
+        del other
+        assert y.nonzero().shape == (0, 1)
+    assert run.counters.recomputations == 1
+    assert simulate(run.graph, run.schedule).peak_bytes == run.peak_bytes == 9500
+
+
 def test_out_arguments_have_to_have_their_size() -> None:
     x = torch.randn(100)
     with budget(None):
