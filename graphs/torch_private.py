@@ -87,6 +87,7 @@ __all__ = [
     "holding",
     "in_backward",
     "in_forward_mode",
+    "in_no_tensor",
     "is_active",
     "is_functorch_wrapped",
     "is_operator",
@@ -143,6 +144,11 @@ def storage_key(tensor: Tensor) -> int:
 def storage_bytes(tensor: Tensor) -> int:
     """Bytes of the whole storage of a tensor."""
     return tensor.untyped_storage().nbytes()
+
+
+def in_no_tensor(storage: UntypedStorage) -> bool:
+    """Whether no tensor lies in a storage any more."""
+    return int(torch._C._storage_Use_Count(storage._cdata)) == 1  # what Python has of it
 
 
 class SameTensors:

@@ -43,6 +43,7 @@ from graphs.torch_private import (
     current_stream,
     around_packing,
     in_backward,
+    in_no_tensor,
     is_active,
     is_functorch_wrapped,
     is_traceable_wrapper_subclass,
@@ -224,6 +225,7 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
         self._stream = 0  # that of the thread that entered the block
         self._over: tuple[str, int] | None = None  # the first op whose workspace, not known before, broke the budget; bytes then
         self._running: _Running | None = None
+        self._freeing = False  # see _free_inputs
         self._result: Any = None
         self._made: list[UntypedStorage] = []
         self._wall_s = 0.0
@@ -578,6 +580,9 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
             step(number)
         except OutOfMemory as error:
             self._engine.give_up()
+            if self._free_inputs():
+                self._guarded(name, step, number)
+                return
             asked, held = error.asked_bytes, []
             for s in error.held:
                 live = self._at_number(s)
@@ -734,6 +739,16 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
     def _fix(self, content: Content, name: str) -> None:
         """A content is about to be written over without a new version of it: it, and what can be made again only from what it
         holds now, stays from now on."""
+        found = self._made_from(content)
+        for each in found:
+            if each.at is not None:
+                self._keep(each, name)
+        for each in found:
+            each.made_by = None
+            self._readers_of.pop(each.number, None)  # only now: where something did not fit, it may be tried again
+
+    def _made_from(self, content: Content) -> dict[Content, None]:
+        """It, and all that can be made again only from what it holds now."""
         found = {content: None}
         stack = [content]
         while stack:
@@ -746,12 +761,29 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
                     if other is not None and other not in found:
                         found[other] = None
                         stack.append(other)
-        for each in found:
-            if each.at is not None:
-                self._keep(each, name)
-        for each in found:
-            each.made_by = None
-            self._readers_of.pop(each.number, None)  # only now: where something did not fit, it may be tried again
+        return found
+
+    def _free_inputs(self) -> bool:
+        """Something does not fit: let go of inputs that are there only to make smaller things from them again, which then stay;
+        whether that has freed bytes. Without it a loop would have all its batches in memory for the sake of a number each."""
+        if self._freeing:
+            return False
+        self._freeing, failed = True, (self._failure, self._thrashed)
+        before = self._engine.used_bytes
+        try:
+            for content in list(self._contents.values()):
+                storage = None if content.made_by is not None or content.at is None else content.at()
+                if storage is None or not in_no_tensor(storage):
+                    continue
+                made = [each.size_bytes for each in self._made_from(content) if each.at is not None]
+                if sum(made) < 2 * content.size_bytes:  # it is one of them
+                    with contextlib.suppress(BudgetExceeded, NoScheduleFound):
+                        self._fix(content, "")
+            storage = None
+            self._bury()
+        finally:
+            self._freeing, (self._failure, self._thrashed) = False, failed
+        return self._engine.used_bytes < before
 
     def _readers(self, content: Content) -> list[int]:
         """The ops that have read it since it was last fixed. Found when asked for: most blocks never write to what stays."""

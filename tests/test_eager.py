@@ -631,6 +631,28 @@ def test_derivatives_forward_in_which_zeros_have_no_memory() -> None:
     assert swept(step, (x, weight)) > 5
 
 
+@EXACT
+@pytest.mark.parametrize("summed", [False, True])
+def test_batches_do_not_stay_for_the_sake_of_their_losses(summed: bool) -> None:
+    """Each loss could be made again from its batch, which nobody else has any more."""
+    model = seeded(lambda: nn.Linear(100, 10))
+    batches = [torch.randn(50, 100).numpy() for _ in range(60)]
+
+    def losses() -> list[Tensor]:
+        found = [torch.zeros(())]
+        for batch in batches:
+            loss = model(torch.from_numpy(batch.copy())).square().mean().detach()
+            found = [found[0] + loss] if summed else [*found, loss]
+        return found
+
+    want = losses()
+    with budget(120_000, holding=model, costs="modelled") as run:
+        got = losses()
+    assert same(got, want)
+    assert run.peak_bytes <= 120_000
+    assert simulate(run.graph, run.schedule).peak_bytes == run.peak_bytes
+
+
 def test_what_python_functions_write_past_the_dispatcher_stays() -> None:
     x = torch.randn(100)
 
