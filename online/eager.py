@@ -267,9 +267,12 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
             self._interposed.close()
             self._wall_s = time.perf_counter() - self._wall_s
             self._settle(failed=error is not None)
-        except KeyboardInterrupt:  # whatever it has cut off is done now
-            self._interposed.close()
-            self._settle(failed=True)
+        except KeyboardInterrupt:
+            while True:  # whatever it has cut off is done now, however often somebody asks: reading an empty tensor is a crash
+                with contextlib.suppress(KeyboardInterrupt):
+                    self._interposed.close()
+                    self._settle(failed=True)
+                    break
             raise
         finally:
             _UNDER_WAY.clear()
@@ -980,9 +983,7 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _handle(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if isinstance(func, HigherOrderOperator):
-            raise InputError(
-                f"{func} cannot run under a budget, as its parts are the compiler's; use Python's own if and while"
-            )
+            raise InputError(f"{func} cannot run under a budget, as its parts are the compiler's; use Python's own if and while")
         if types and any(_takes_calls_apart(each) for each in types):
             return NotImplemented  # what the tensor does with those it is made of comes here in turn
         with without_torch_function():  # what is done here to a tensor is no reading of the program's

@@ -1153,9 +1153,10 @@ def test_an_error_while_tensors_are_brought_back_leaves_none_empty(monkeypatch: 
 
 
 @EXACT
-def test_ctrl_c_at_the_end_leaves_no_tensor_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("times", [1, 3])
+def test_ctrl_c_at_the_end_leaves_no_tensor_empty(times: int, monkeypatch: pytest.MonkeyPatch) -> None:
     keep, x = EagerRun._keep, torch.randn(1000)
-    interruptions = [KeyboardInterrupt]
+    interruptions = times * [KeyboardInterrupt]
 
     def interrupted(run: EagerRun, content: Any, name: str) -> None:
         if name == "what the block leaves alive" and interruptions:
