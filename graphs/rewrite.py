@@ -30,7 +30,9 @@ def attribute(node: fx.Node) -> Any:
 
 
 def is_random(node: fx.Node) -> bool:
-    """Whether a call draws random numbers; a call of a higher-order operator does where its subgraph does."""
+    """Whether a call may draw random numbers; a call of a higher-order operator does where its subgraph does."""
+    if any(map(is_foreign, operators_of(node))):
+        return bool(tensors_of(node))  # else it acts on the outside world, and runs once
     if not isinstance(node.target, OpOverload):
         subgraphs = [attribute(n) for n in node.all_input_nodes if n.op == "get_attr"]
         return any(is_random(n) for sub in subgraphs for n in sub.graph.nodes if n.op == "call_function")
@@ -41,6 +43,17 @@ def is_random(node: fx.Node) -> bool:
             given = node.args[i] if len(node.args) > i else node.kwargs.get("dropout_p", argument.default_value)
             return bool(given != 0.0)
     return True
+
+
+def operators_of(call: fx.Node) -> list[OpOverload]:
+    """The operator of a call, or those that a higher-order operator is given: one that writes to its arguments is called so."""
+    return [each for each in (call.target, *call.args) if isinstance(each, OpOverload)]
+
+
+def is_foreign(operator: OpOverload) -> bool:
+    """Whether an operator is none of PyTorch's own nor of ours: it may draw without a tag that says so (``custom_op`` sets none),
+    on the host as well."""
+    return operator.namespace not in ("aten", "prims", "belady")
 
 
 def is_effect(node: fx.Node) -> bool:

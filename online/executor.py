@@ -20,7 +20,7 @@ from torch import Tensor, fx, nn
 from graphs.capture import Inputs, Step, bind
 from graphs.rewrite import attribute, outputs_of
 from planner.calls import quickest
-from planner.draws import draws_from, generator_state, generators_of, repeat_draw, undone_on_failure
+from planner.draws import Where, draws_from, generator_state, generators_of, repeat_draw, undone_on_failure
 from planner.execute import StepResult, as_captured, unit_tangent
 from planner.lowering import placement
 
@@ -75,7 +75,7 @@ class Execution(contextlib.AbstractContextManager["Execution"]):
         """See ``online.engine.Driver``."""
         self._runs[op](self._store)
 
-    def _draw(self, op: int, where: torch.device | torch.Generator, store: Store) -> None:
+    def _draw(self, op: int, where: Where, store: Store) -> None:
         """Run a random op."""
         run = self._code.runs[op]
         if op in self._states:
@@ -99,7 +99,7 @@ class _Code:
 
     size        places in the store; the first are those of the placeholders
     places      for each value that is not resident, where the tensors are stored that hold it
-    draws_from  for each random op, what it draws from: a generator it is given, or the default one of a device
+    draws_from  for each random op, what it draws from
     generators  all generators it draws from
     runs        runs[op](store) runs the op
     results     results(store): the entries of the captured output
@@ -109,7 +109,7 @@ class _Code:
     def __init__(self, step: Step) -> None:
         self.places: list[tuple[int, ...]] = [()] * len(step.graph.values)
         self.generators = generators_of(step)
-        self.draws_from: dict[int, torch.device | torch.Generator] = {}
+        self.draws_from: dict[int, Where] = {}
         self.ones = unit_tangent(step)
         self._constants: dict[str, object] = {}
         self._held: dict[fx.Node, str] = {}  # expression for what a node holds

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from graphs.costs import DEVICES, DeviceDescription
 from graphs.errors import InputError
-from graphs.rewrite import cuda_bytes
+from graphs.rewrite import cuda_bytes, is_foreign
 from graphs.torch_private import FakeTensorMode, negated_view, quiet_stand_ins, tree_leaves, tree_map_only, without_autocast
 from planner.draws import repeat_draw
 
@@ -241,7 +241,7 @@ class Kind:
         gives_tensors = any("Tensor" in str(r.type) for r in schema.returns)
         self.gives_back = bool(self.written) and all(r.alias_info is not None for r in schema.returns)
         self.random = torch.Tag.nondeterministic_seeded in func.tags
-        self.foreign = func.namespace not in ("aten", "prims")
+        self.foreign = is_foreign(func)
         self.acts = (not self.written and not schema.returns) or func.namespace in ("c10d", "_c10d_functional")
         self.moves = packet in ("aten::set_", "aten::resize_", "aten::resize_as_")
         tensors = [at for at, a in enumerate(schema.arguments) if "Tensor" in str(a.type)]

@@ -164,6 +164,9 @@ class GraphedModule(PlannedModule):
         if acts is not None:
             raise InputError(f"{acts} of {step.graph.name} has an outside effect, which a CUDA graph would not repeat; {_PLAIN}")
         super().__init__(step, schedule, budget_bytes)
+        # What operators that are none of PyTorch's own may draw from on the host; see ``_warm_up``.
+        self._on_host = tuple(each for each in self._generators if each.device.type != step.device.type)
+        self._generators = tuple(each for each in self._generators if each.device.type == step.device.type)
 
     @property
     def static_inputs(self) -> tuple[Tensor, ...]:
@@ -263,12 +266,15 @@ class GraphedModule(PlannedModule):
     def _warm_up(self, static: list[Tensor], repeats: tuple[GraphRepeats | None, GraphRepeats | None]) -> None:
         first, second = repeats
         offsets = [0 if first is None else generator.get_offset() for generator in self._generators]
-        undo = Undo(self._generators)
+        undo = Undo((*self._generators, *self._on_host))
+        before = [generator.get_state() for generator in self._on_host]
         try:
             with repeats_by(first.observing(self._generators, offsets) if first is not None else None):
                 loss, kept = super()._run_forward(static, undo)
             with repeats_by(second.observing(self._generators, offsets) if second is not None else None):
                 super()._run_backward(kept, torch.ones_like(loss))
+            if not all(map(torch.equal, before, [generator.get_state() for generator in self._on_host])):
+                raise RuntimeError("an operator of it draws on the host, and every replay would repeat that draw")
         finally:
             undo.undo()
 

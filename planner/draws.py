@@ -12,30 +12,40 @@ import torch
 from torch import Tensor, fx
 
 from graphs.capture import Step
-from graphs.rewrite import attribute, tensors_of
+from graphs.rewrite import attribute, is_foreign, operators_of, tensors_of
 from graphs.torch_private import no_dispatch
 
+# What a call draws from: a generator, or the default one of a device, or several of them.
+Where = torch.device | torch.Generator | tuple[torch.device | torch.Generator, ...]
 
-def generator_state(where: torch.device | torch.Generator) -> Tensor:
-    """State of a generator (of the default one of a device), on the host. Called by generated code."""
+
+def generator_state(where: Where) -> Tensor:
+    """State of what a call draws from, on the host; of several, one after the other. Called by generated code."""
     repeats = _repeats.get()
-    return _generator(where).get_state() if repeats is None else repeats.first(_generator(where))
+    if repeats is not None:  # code that draws on the host is not recorded
+        return repeats.first(_generators(where)[0])
+    if isinstance(where, tuple):
+        return torch.cat([generator.get_state() for generator in _generators(where)])
+    return _generator(where).get_state()
 
 
-def repeat_draw(state: Tensor, where: torch.device | torch.Generator, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Make a call again with the generator in the state of its first run; the generator is as before afterwards.
+def repeat_draw(state: Tensor, where: Where, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Make a call again with the generators in the state of its first run; they are as before afterwards.
 
     Called by generated code.
     """
-    generator = _generator(where)
+    generators = _generators(where)
     if (repeats := _repeats.get()) is not None:
-        return repeats.again(state, generator, functools.partial(call, *args, **kwargs))
-    now = generator.get_state()
-    generator.set_state(state)
+        return repeats.again(state, generators[0], functools.partial(call, *args, **kwargs))
+    now = [generator.get_state() for generator in generators]
+    then = [state] if len(now) == 1 else _apart(state, [each.numel() for each in now])
     try:
+        for generator, each in zip(generators, then, strict=True):
+            generator.set_state(each)
         return call(*args, **kwargs)
     finally:
-        generator.set_state(now)
+        for generator, each in zip(generators, now, strict=True):
+            generator.set_state(each)
 
 
 def generator_state_like(call: fx.Node) -> Tensor:
@@ -46,6 +56,15 @@ def generator_state_like(call: fx.Node) -> Tensor:
         size = generator_state(where).shape
     with tensors_of(call)[0].fake_mode:  # type: ignore[attr-defined]
         return torch.empty(size, dtype=torch.uint8)
+
+
+def _apart(states: Tensor, sizes: list[int]) -> list[Tensor]:
+    """States, each on memory of its own: ``set_state`` reads from the beginning of a storage."""
+    return [state.clone() for state in states.split(sizes)]  # type: ignore[no-untyped-call]
+
+
+def _generators(where: Where) -> list[torch.Generator]:
+    return list(map(_generator, where if isinstance(where, tuple) else (where,)))
 
 
 def _generator(where: torch.device | torch.Generator) -> torch.Generator:
@@ -63,11 +82,13 @@ def generator_node(call: fx.Node) -> fx.Node | None:
     return next((node for node in nodes if isinstance(attribute(node), torch.Generator)), None)
 
 
-def draws_from(call: fx.Node) -> torch.device | torch.Generator:
-    """The generator a random call draws from, or the device whose default generator it uses."""
+def draws_from(call: fx.Node) -> Where:
+    """The generator a random call draws from, or the device whose default generator it uses; operators that are none of PyTorch's
+    own may draw on the host too."""
     node = generator_node(call)
     if node is None:
-        return tensors_of(call)[0].device
+        device, host = tensors_of(call)[0].device, torch.device("cpu")
+        return (device, host) if device != host and any(map(is_foreign, operators_of(call))) else device
     given: torch.Generator = attribute(node)
     return given
 
@@ -75,7 +96,7 @@ def draws_from(call: fx.Node) -> torch.device | torch.Generator:
 def generators_of(step: Step) -> tuple[torch.Generator, ...]:
     """All generators the step draws from."""
     random = (call for call, op in zip(step.calls, step.graph.ops, strict=True) if op.random)
-    return tuple(dict.fromkeys(_generator(draws_from(call)) for call in random))
+    return tuple(dict.fromkeys(generator for call in random for generator in _generators(draws_from(call))))
 
 
 @contextlib.contextmanager

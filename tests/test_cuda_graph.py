@@ -240,6 +240,20 @@ def test_what_cannot_be_captured_is_said_once_and_for_all() -> None:
     assert torch.equal(generator, torch.get_rng_state())
 
 
+def test_what_draws_on_the_host_cannot_be_captured() -> None:
+    step = roofline(capture(Net(), next(batches(1))))
+    found = plan(step, 1.0)
+    assert found.schedule is not None
+    module = GraphedModule(step, found.schedule, found.budget_bytes, recorder=HostRecorder())
+    module._on_host, module._generators = module._generators, ()  # as if the step were on another device
+    before, generator = state(module), torch.get_rng_state()
+    for _ in range(2):
+        with pytest.raises(InputError, match="cannot be captured as a CUDA graph: an operator of it draws on the host"):
+            module(*next(batches(1)))
+    assert_same(before, state(module))
+    assert torch.equal(generator, torch.get_rng_state())
+
+
 def test_needs_a_cuda_device() -> None:
     found = plan(Net(), 1.0, inputs=next(batches(1)))
     with pytest.raises(InputError, match="CUDA graphs need a CUDA device, and Net was captured on cpu"):

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from graphs.capture import Step, capture
 from graphs.errors import BudgetExceeded, InputError, InvalidSchedule
 from graphs.ir import Graph
+from planner.draws import generator_state, repeat_draw
 from planner.execute import PlannedModule, PlannedStep, StepResult, lower, run_step
 from planner.measure import StorageMeter, measure, resident_before_backward
 from planner.plan import plan as plan_of
@@ -358,6 +359,73 @@ def test_draws_from_a_given_generator_are_repeated(seed: int | None) -> None:
     assert torch.equal(result.loss, wanted)
     _same(result.gradients, gradients)
     assert torch.equal(GENERATOR.get_state(), end)
+
+
+@torch.library.custom_op("belady_tests::thinned", mutates_args=())
+def thinned(x: Tensor) -> Tensor:
+    """Dropout that has no tag to say that it draws."""
+    return x * (torch.rand_like(x) > 0.3)
+
+
+thinned.register_fake(torch.empty_like)
+thinned.register_autograd(
+    lambda ctx, gradient: gradient * (ctx.saved_tensors[0] != 0),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(output),
+)
+
+
+@torch.library.custom_op("belady_tests::blurred_", mutates_args=("x",))
+def blurred_(x: Tensor) -> None:
+    """The same for one that writes to its argument."""
+    x.add_(torch.rand_like(x))
+
+
+class ForeignDraws(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(thinned(layer(x)))
+            noise = x.detach().clone()
+            blurred_(noise)
+            x = x * noise
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_operators_that_draw_without_saying_so_repeat_their_draws(seed: int) -> None:
+    torch.manual_seed(seed)
+    model, x = ForeignDraws(), torch.randn(16, 8)
+    step = capture(model, x)
+    drawing = {i for i, op in enumerate(step.graph.ops) if op.random}
+    schedule = rematerializing(step.graph, seed, share=0.3)
+    assert len(drawing) == 6 < sum(op in drawing for op in computes(schedule))
+    before = torch.get_rng_state()
+    loss = model(x)
+    loss.backward()
+    gradients, end = {n: p.grad for n, p in model.named_parameters()}, torch.get_rng_state()
+    torch.set_rng_state(before)
+    result = run_step(step, schedule, x)
+    assert torch.equal(result.loss, loss)
+    _same(result.gradients, gradients)
+    assert torch.equal(torch.get_rng_state(), end)
+
+
+def test_draws_from_several_generators_are_repeated_together() -> None:
+    """On CUDA an operator of somebody else's may draw on the host too."""
+    where = one, other = torch.Generator().manual_seed(1), torch.Generator().manual_seed(2)
+
+    def draw() -> tuple[Tensor, Tensor]:
+        return torch.rand(3, generator=one), torch.rand(3, generator=other)
+
+    state = generator_state(where)
+    first, second = draw(), draw()
+    now = one.get_state(), other.get_state()
+    again = repeat_draw(state, where, draw)
+    assert all(map(torch.equal, again, first)) and not any(map(torch.equal, first, second))
+    assert all(map(torch.equal, now, (one.get_state(), other.get_state())))
 
 
 @pytest.mark.parametrize("seed", [None, 0, 1])
