@@ -129,7 +129,8 @@ def budget(
 
     Raises BudgetExceeded before an op runs that would not fit, or at the end of the block where what it leaves alive does not
     fit together; NoScheduleFound at the thrash limit; InputError for what cannot be used. Everything alive at the end of the
-    block is in memory afterwards; after an error, whatever the budget.
+    block is in memory afterwards; after an error, whatever the budget. Where Ctrl-C comes in the middle of what is noted about an
+    op and the program goes on inside of the block, it does so without the budget, as a RuntimeWarning says.
 
     CUDA: workspace inside of an op is learned when a call with these shapes and dtypes first runs in this process, and room is
     made for it from then on. That first run may break the budget, as may a run of an op whose result has a size that depends on
@@ -232,6 +233,7 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
         self._alive: list[int] | None = None  # storages of the engine that are in memory at the end; None: not there yet
         self._failure: Failure | None = None
         self._thrashed = False
+        self._torn = False  # Ctrl-C came in the middle of what is noted here
         engine.driver = self
 
     # The block
@@ -268,14 +270,41 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
             self._wall_s = time.perf_counter() - self._wall_s
             self._settle(failed=error is not None)
         except KeyboardInterrupt:
-            while True:  # whatever it has cut off is done now, however often somebody asks: reading an empty tensor is a crash
-                with contextlib.suppress(KeyboardInterrupt):
-                    self._interposed.close()
-                    self._settle(failed=True)
-                    break
+            self._interrupted(self._interposed.close)
             raise
         finally:
             _UNDER_WAY.clear()
+
+    def _interrupted(self, *before: Callable[[], None]) -> None:
+        """Ctrl-C has cut off something here: what is noted may be half of what has happened. Bring back all that is alive, and
+        let the rest of the block be plain PyTorch's. ``before``: what is to be done first."""
+        while True:  # however often somebody asks: reading an empty tensor is a crash
+            with contextlib.suppress(KeyboardInterrupt):
+                self._torn = True
+                self._operators.let_through()
+                for step in before:
+                    step()
+                self._settle(failed=True)
+                return
+
+    @contextlib.contextmanager
+    def _noting(self) -> Iterator[None]:
+        """Around what notes something down outside of operators."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            self._interrupted()
+            raise
+
+    def _warn_without_budget(self) -> None:
+        """Say that the block goes on without its budget."""
+        if self.budget_bytes is not None:
+            warnings.warn(
+                f"interrupted in the middle of an operator, the block goes on without its budget of {self.budget_bytes:,} bytes; "
+                f"leave it and enter another one to have a budget again",
+                RuntimeWarning,
+                stacklevel=3,
+            )
 
     @property
     def counters(self) -> Counters:
@@ -290,7 +319,8 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
     @property
     def live_bytes(self) -> int:
         """Bytes in memory now, as far as the block has to do with them."""
-        self._bury()
+        with self._noting():
+            self._bury()
         return self._engine.used_bytes
 
     @property
@@ -389,7 +419,12 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
                 recipe.draws = [(where, generator_state(where)) for where in _drawn_from(kind, args, kwargs)]
         if scratch:
             read = [content for content in read if content not in scratch]
-        result = self._run(kind, full, sizes, read, written, scratch, recipe, func, args, kwargs)
+        try:
+            result = self._run(kind, full, sizes, read, written, scratch, recipe, func, args, kwargs)
+        except KeyboardInterrupt:
+            for content in written:
+                self._disown(content)
+            raise
         if kind.foreign and recipe is not None:
             recipe.draws = [(where, state) for where, state in recipe.draws if not torch.equal(state, generator_state(where))]
             kind.random = kind.random or bool(recipe.draws)
@@ -462,6 +497,17 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
                 remember(key, sizes)
         self._bind(op, written, made, recipe)
         return result
+
+    def _disown(self, content: Content) -> None:
+        """Nobody knows whether a content has been written over. What lies there is the program's; where something is to be made
+        again from the content, that is made again, too."""
+        notice = content.at
+        if notice is None or not self._engine.resident[content.number]:
+            return
+        content.at = None
+        if self._contents.get(notice.key) is content:
+            del self._contents[notice.key]
+        self._engine.drop(content.number)
 
     def _timed(
         self, key: Key, workspace: Workspace | None, func: Any, args: Any, kwargs: Any
@@ -707,31 +753,34 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
 
     def _is_here(self) -> bool:
         """Whether this thread runs the block, or a backward for it: the hooks of torch are those of all threads."""
-        return is_active(self._operators)
+        return not self._torn and is_active(self._operators)
 
     def _keep_gradient(self, leaf: Tensor) -> None:
         """A gradient has reached its parameter. It is to be there at the end, and what it came from is about to go."""
         if leaf.grad is not None and leaf.grad.layout is torch.strided and self._is_here():
-            for gradient in _tensors_in(leaf.grad):
-                self._keep(self._content(gradient), "a gradient")
+            with self._noting():
+                for gradient in _tensors_in(leaf.grad):
+                    self._keep(self._content(gradient), "a gradient")
 
     def _keep_state(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """After a step of an optimizer: its state stays, as it could be made again only from the gradients of all steps."""
-        for tensor in _tensors_in(optimizer.state) if self._is_here() else ():
-            self._fix(self._content(tensor), "the state of an optimizer")
+        with self._noting():
+            for tensor in _tensors_in(optimizer.state) if self._is_here() else ():
+                self._fix(self._content(tensor), "the state of an optimizer")
 
     def _meet_module(self, module: nn.Module, inputs: Any) -> None:
         """At the first call of a module: all it holds is in memory from now on at the latest."""
         if module in self._seen_modules or not self._is_here():
             return
-        for part in module.modules():
-            self._seen_modules.add(part)
-        for tensor in _tensors_in(module):
-            if not is_functorch_wrapped(tensor):  # what it stands for is met where operators read it
-                self._meet(tensor, resident=True)
-        for parameter in module.parameters():
-            for gradient in () if is_lazy(parameter) or parameter.grad is None else _tensors_in(parameter.grad):
-                self._meet(gradient)
+        with self._noting():
+            for part in module.modules():
+                self._seen_modules.add(part)
+            for tensor in _tensors_in(module):
+                if not is_functorch_wrapped(tensor):  # what it stands for is met where operators read it
+                    self._meet(tensor, resident=True)
+            for parameter in module.parameters():
+                for gradient in () if is_lazy(parameter) or parameter.grad is None else _tensors_in(parameter.grad):
+                    self._meet(gradient)
 
     def _keep(self, content: Content, name: str) -> None:
         """From now on a content stays in memory until the program drops it."""
@@ -885,6 +934,8 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
     def _recorded(self) -> tuple[Graph, Schedule]:
         """Graph and schedule, with storages and ops numbered without gaps. Written when asked for: training loops do not ask."""
         engine, alive = self._engine, self._alive
+        if self._torn:
+            raise InputError("the block was interrupted in the middle of an operator; what it did is not known to the end")
         if alive is None:
             raise InputError("the block is still under way; its graph is complete afterwards")
         ran = {step for step in engine.steps if step >= 0}
@@ -975,9 +1026,21 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, run: EagerRun) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._run = run
         self._call = run.call
         if _LEFT_ALONE:
             self.__torch_dispatch__ = self._handle  # type: ignore[method-assign]
+
+    def let_through(self) -> None:
+        """From now on do nothing, but say so once."""
+        if self._call != self._plain:
+            self._call, self._said = self._plain, False
+
+    def _plain(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if not self._said:
+            self._said = True
+            self._run._warn_without_budget()
+        return func(*args, **(kwargs or {}))
 
     supports_higher_order_operators = True  # they come here to be refused in our words
 
@@ -987,7 +1050,11 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if types and any(_takes_calls_apart(each) for each in types):
             return NotImplemented  # what the tensor does with those it is made of comes here in turn
         with without_torch_function():  # what is done here to a tensor is no reading of the program's
-            return self._call(func, args, kwargs)
+            try:
+                return self._call(func, args, kwargs)
+            except KeyboardInterrupt:
+                self._run._interrupted()
+                raise
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self._handle(func, types, args, kwargs)
@@ -1033,19 +1100,23 @@ class _RawReads(TorchFunctionMode):
         self._run = run
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._run._torn:
+            return func(*args, **(kwargs or {}))
         if getattr(func, "__name__", "") == "_pad_packed_sequence" and self._run.budget_bytes is not None:
             raise InputError(
                 "pad_packed_sequence cannot run under a budget: it writes past the dispatcher to a tensor it has made"
             )
         if func in _OPENS:
             run = self._run
-            for tensor in _tensors_in(unwrapped(args[0])):
-                run._fix(run._content(tensor), func.__name__)
+            with run._noting():
+                for tensor in _tensors_in(unwrapped(args[0])):
+                    run._fix(run._content(tensor), func.__name__)
         elif func in _READS or func in _WRITES or func in _GATHERS or (func in _INDEXES and _holds_list(args[1])):
             run = self._run
-            read = [run._content(tensor) for tensor in _listed([*args, *(kwargs or {}).values()])]
-            if func in _WRITES and read:
-                run._fix(read[0], func.__name__)
-            with run._held(func.__name__, [content.number for content in read]):
-                return func(*args, **(kwargs or {}))
+            with run._noting():
+                read = [run._content(tensor) for tensor in _listed([*args, *(kwargs or {}).values()])]
+                if func in _WRITES and read:
+                    run._fix(read[0], func.__name__)
+                with run._held(func.__name__, [content.number for content in read]):
+                    return func(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))

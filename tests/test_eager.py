@@ -10,6 +10,7 @@ import io
 import operator
 import os
 import threading
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -25,7 +26,8 @@ from graphs.errors import BudgetExceeded, InputError, NoScheduleFound
 from graphs.torch_private import REPLACES_IN_PLACE, without_torch_function
 from online import run as run_online
 from online.eager import EagerRun, budget
-from online.heuristics import HEURISTICS
+from online.growing import GrowingEngine
+from online.heuristics import HEURISTICS, Pool
 from online.recipes import Recipe
 from planner.simulate import simulate
 
@@ -1172,6 +1174,74 @@ def test_ctrl_c_at_the_end_leaves_no_tensor_empty(times: int, monkeypatch: pytes
     assert all(torch.equal(t, x * i) for i, t in enumerate(tensors))
     with budget(None):
         pass
+
+
+@EXACT
+@pytest.mark.parametrize("inside", [False, True])
+def test_ctrl_c_once_an_op_has_written_in_place_leaves_what_came_from_the_old_content_right(
+    inside: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, x, armed = EagerRun._new_storages, torch.randn(1000), False
+
+    def interrupted(run: EagerRun, result: Any) -> Any:
+        nonlocal armed
+        if armed:
+            armed = False
+            raise KeyboardInterrupt
+        return made(run, result)
+
+    monkeypatch.setattr(EagerRun, "_new_storages", interrupted)
+    run = budget(20_000, holding=x, heuristic="lru")
+    with contextlib.nullcontext() if inside else pytest.raises(KeyboardInterrupt), run:
+        first = x * 2 + 1
+        later = [first.cos().sin(), first + 3]
+        others = [x + i for i in range(5)]
+        del others
+        assert run.counters.evictions >= 2
+        armed = True
+        with pytest.raises(KeyboardInterrupt) if inside else contextlib.nullcontext():
+            first.mul_(-1)
+        assert not armed and all(t.untyped_storage().nbytes() for t in [first, *later])
+        with pytest.warns(RuntimeWarning, match="goes on without its budget of 20,000 bytes"):
+            more = x * 3
+        more += 1
+        later.append(more)
+        assert more.tolist() == (x * 3 + 1).tolist()
+    want = x * 2 + 1
+    assert torch.equal(first, -want)
+    assert all(torch.equal(*each) for each in zip(later, [want.cos().sin(), want + 3, x * 3 + 1], strict=False))
+    with pytest.raises(InputError, match="interrupted in the middle of an operator"):
+        run.record()
+
+
+@EXACT
+@pytest.mark.parametrize(
+    ("of", "name"), [(GrowingEngine, "declare"), (Pool, "leave_memory"), (EagerRun, "_new_content"), (EagerRun, "_bind")]
+)
+def test_after_ctrl_c_in_the_middle_of_an_op_the_block_goes_on_without_its_budget(
+    of: type, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual, x, armed = getattr(of, name), torch.randn(1000), False
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal armed
+        done = usual(*args, **kwargs)
+        if armed:
+            armed = False
+            raise KeyboardInterrupt
+        return done
+
+    monkeypatch.setattr(of, name, interrupted)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        with budget(20_000, holding=x, heuristic="lru"):
+            kept = [x * i for i in range(3)]
+            armed = True
+            with pytest.raises(KeyboardInterrupt):
+                x.cos().sin()
+            kept += [x * i for i in range(3, 8)]
+    assert [each.category for each in said] == [RuntimeWarning]
+    assert all(torch.equal(t, x * i) for i, t in enumerate(kept))
 
 
 def test_thrashing_is_said() -> None:
