@@ -351,6 +351,11 @@ def test_load_finds_the_format_from_the_content(tmp_path: Path) -> None:
         ("g.json", '{"edges": []}', "is no graph file: expected"),
         ("g.json", '{"schema": "belady-plan-1"}', "is not a belady-graph-1 file"),
         ("g.log", "hello", r"is damaged at line 1: "),
+        (
+            "g.log",
+            START + '\n{"INSTRUCTION": "CALL", "NAME": "f", "ARGS": [], "RESULT": ["x"], "TIME": 1e999}',
+            r"is damaged at line \d: .*infinity",
+        ),
         ("g.log", START, "holds no operator calls after a START mark"),
         ("g.txt", '{"INSTRUCTION": "CALL"}\n{"INSTRUCTION": 5', r"is damaged at line 2: "),
     ],

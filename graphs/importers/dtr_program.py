@@ -38,7 +38,7 @@ def read_program(path: str | os.PathLike[str]) -> Program:
         reader.close()
     except KeyError as error:
         raise InputError(f"{source} is damaged at line {reader.line}: the instruction has no field {error}") from error
-    except (IndexError, TypeError, ValueError, RecursionError) as error:
+    except (IndexError, OverflowError, TypeError, ValueError, RecursionError) as error:
         raise InputError(f"{source} is damaged at line {reader.line}: {error}") from error
     if not reader.calls:
         raise InputError(f"{source} holds no operator calls after a START mark")
