@@ -134,7 +134,7 @@ def _rows(text: str, path: str | Path) -> list[dict[str, Any]]:
     for number, line in enumerate(text.splitlines(), start=1):
         try:
             row = json.loads(line)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise InputError(f"{path}, line {number}: not JSON ({error})") from error
         if not isinstance(row, dict):
             raise InputError(f"{path}, line {number}: expected an object, found {type(row).__name__}")

@@ -66,15 +66,21 @@ class Cell:
         return self.fingerprint, self.method, self.budget_bytes, self.seed, _text(self.options)
 
 
-# What every row of a sweep has, as far as anything is made of it here.
+# What every row of a sweep has, as far as anything is made of it here, in the table and in the figure.
 _ENTRIES = {
+    "graph": str,
     "fingerprint": str,
     "method": str,
     "budget_bytes": int,
+    "budget_fraction": int | float | None,
     "seed": int,
     "options": dict,
     "status": str,
+    "keep_all_time_ns": int,
     "time_ns": int | None,
+    "overhead": int | float | None,
+    "peak_bytes": int | None,
+    "recomputed_ops": int | None,
     "bound_ns": int | None,
     "notes": dict,
 }

@@ -287,7 +287,8 @@ def test_settled_rows_are_monotone(found: list[tuple[int, int | None, int]]) -> 
         {
             "fingerprint": "f", "method": "m", "seed": 0, "options": {"gap": 0.1}, "notes": {}, "budget_bytes": budget_bytes,
             "time_ns": time_ns, "bound_ns": bound_ns, "status": "UNKNOWN" if time_ns is None else "FEASIBLE", "reason": None,
-            "overhead": None, "peak_bytes": budget_bytes, "recomputed_ops": 0, "gap": None,
+            "overhead": None, "peak_bytes": budget_bytes, "recomputed_ops": 0, "gap": None, "graph": "g",
+            "budget_fraction": None, "keep_all_time_ns": 10,
         }
         for budget_bytes, time_ns, bound_ns in found
     ]  # fmt: skip
@@ -327,6 +328,10 @@ def test_files_that_cannot_be_used(tmp_path: Path) -> None:
     damaged.write_text('{"a": 1}\n{"a": \n{"a": 3}\n')
     with pytest.raises(InputError, match="line 2: not JSON"):
         RowFile(str(damaged))
+    for unreadable in ("[" * 100_000, "9" * 5000):
+        damaged.write_text(f'{{"a": 1}}\n{{"a": {unreadable}}}\n')
+        with pytest.raises(InputError, match="line 2: not JSON"):
+            RowFile(str(damaged))
     with pytest.raises(InputError, match="cannot write"):
         RowFile(str(tmp_path))
     with pytest.raises(InputError, match="no regular file"):
@@ -373,10 +378,11 @@ def test_rows_that_are_not_whole_are_left_as_they_are(chain_file: str, tmp_path:
     command = ["sweep", chain_file, "--budget=0.9", "--rule=none", "--out", str(out)]
     assert main(command) == 0
     (row,) = read_rows(out)
-    without_time = {key: cell for key, cell in row.items() if key != "time_ns"}
-    damaged = [without_time, *(row | wrong for wrong in ({"budget_bytes": "x"}, {"options": None}, {"notes": 1}, {"method": 2}))]
+    lacking = [{key: cell for key, cell in row.items() if key != name} for name in ("time_ns", "overhead", "keep_all_time_ns")]
+    wrong = ({"budget_bytes": "x"}, {"options": None}, {"notes": 1}, {"method": 2}, {"budget_fraction": []}, {"graph": 3})
+    damaged = [*lacking, *(row | entry for entry in wrong)]
     out.write_text("".join(json.dumps(one) + "\n" for one in damaged))
-    assert main(command) == 0
+    assert main([*command, "--plot", str(tmp_path / "curves.svg")]) == 0
     again = read_rows(out)
     assert again[:-1] == damaged and key_of(again[-1]) == key_of(row)
 
