@@ -117,9 +117,9 @@ class RowFile:
 
 
 def make_folder(path: str) -> None:
-    """Make the folder that a file is to be written to. Raises InputError naming the file."""
+    """Make the folder that a file is to be written to, that of its target for a link. Raises InputError naming the file."""
     try:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(os.path.realpath(path)).parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"cannot write {path}: {error.strerror or error}") from error
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from belady import sweep
 from belady.cli import main
-from belady.rows import RowFile, read_rows
+from belady.rows import RowFile, read_rows, write_rows
 from belady.sweep import Cell, Row, budgets_of, cells_of, key_of, methods_of, proved, row_of, rules_of, settle, work
 from graphs import Graph, InputError
 from graphs.serialize import save_graph
@@ -359,6 +359,12 @@ def test_a_last_row_that_only_lacks_its_end_of_line_stays(tmp_path: Path) -> Non
     file.append({"c": 3})
     file.close()
     assert [*map(list, read_rows(path))][:2] == [["a"], ["b"]] and len(read_rows(path)) == 3
+
+
+def test_the_folder_of_a_links_target_is_made(tmp_path: Path) -> None:
+    (tmp_path / "link.jsonl").symlink_to("new/rows.jsonl")
+    write_rows(str(tmp_path / "link.jsonl"), [{"a": 1}])
+    assert read_rows(tmp_path / "new" / "rows.jsonl")[0]["a"] == 1
 
 
 # The command.
