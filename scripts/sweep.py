@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import re
 import signal
+import threading
 import time
 from collections import deque
 from collections.abc import Generator, Mapping, Sequence
@@ -316,6 +317,7 @@ def start_quietly(process: SpawnProcess) -> None:
 def _serve(line: Connection, graphs: dict[str, Graph]) -> None:
     """The life of a process: a cell comes, its row goes, until the line is closed."""
     os.setpgid(0, 0)  # ``_kill`` ends whatever it has started
+    threading.Thread(target=_end_with_the_parent, daemon=True).start()
     ended = False
 
     def end(number: int, frame: FrameType | None) -> None:
@@ -336,6 +338,14 @@ def _serve(line: Connection, graphs: dict[str, Graph]) -> None:
         if not ended:
             raise
     os._exit(0)  # without waiting for a solver that was interrupted
+
+
+def _end_with_the_parent() -> None:
+    """End this process, and those of its group, when the parent is killed: it is told nothing then, and nobody reads its rows."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os.killpg(0, signal.SIGKILL)
 
 
 def _kill(process: SpawnProcess) -> None:

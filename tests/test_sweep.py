@@ -218,6 +218,44 @@ def test_leaving_early_leaves_no_process(chain: Graph) -> None:
     assert len(before - set(children.read_text().split())) == 2
 
 
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+def test_no_process_outlives_a_sweep_that_is_killed(end: signal.Signals, tmp_path: Path) -> None:
+    code = f"""
+from belady.sweep import Cell, work
+from tests.test_sweep import Deadly, at_work
+from tests.test_compare import training_chain
+graph = training_chain(8)
+fingerprint = graph.fingerprint()
+asked = [Cell(fingerprint, "keep_all", 500 + i, 0, {{"gap": Deadly(at_work, f"{tmp_path}/{{i}}")}}) for i in range(2)]
+for _ in work({{fingerprint: graph}}, asked, 2):
+    pass
+"""
+    with subprocess.Popen([sys.executable, "-c", code], start_new_session=True) as process:
+        deadline = time.monotonic() + 60
+        while len(list(tmp_path.iterdir())) < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        members = session(process.pid)
+        process.send_signal(end)
+    assert len(members) >= 3
+    deadline = time.monotonic() + 30
+    while session(process.pid) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not session(process.pid)
+
+
+def session(number: int) -> list[str]:
+    """The living processes of a session."""
+    members = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, _, of = path.read_text().rpartition(")")[2].split()[:4]
+        except OSError:  # it has ended meanwhile
+            continue
+        if of == str(number) and state != "Z":
+            members.append(path.parent.name)
+    return members
+
+
 # Rows that help each other.
 
 
