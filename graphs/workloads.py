@@ -169,7 +169,8 @@ def _beside(path: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        sys.path.remove(folder)
+        with contextlib.suppress(ValueError):  # the file may have taken it out itself
+            sys.path.remove(folder)
 
 
 def _imported(path: Path) -> ModuleType:

@@ -207,3 +207,10 @@ def test_files_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
     for name in ("net.py", "net:f", "net.py:"):
         with pytest.raises(InputError, match=r"path\.py:function"):
             load_workload(name, device="cpu")
+
+
+def test_a_file_may_change_where_modules_are_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    path = tmp_path / "mine.py"
+    path.write_text("import sys, torch\nsys.path.pop(0)\ndef make(): return torch.nn.Linear(2, 1), (torch.ones(3, 2),)\n")
+    assert load_workload(f"{path}:make")[1][0].shape == (3, 2)
