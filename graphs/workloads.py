@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import inspect
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -163,12 +164,14 @@ def _moved(inputs: Any, device: torch.device) -> Any:
 
 @contextlib.contextmanager
 def _beside(path: Path) -> Iterator[None]:
-    """Let a file import its neighbours, as it can when it is run as a script."""
+    """Let a file import its neighbours, as it can when it is run as a script. The working directory is then as it was."""
     folder = str(path.resolve().parent)
+    before = os.getcwd()
     sys.path.insert(0, folder)
     try:
         yield
     finally:
+        os.chdir(before)  # names of files to be written are relative to it
         with contextlib.suppress(ValueError):  # the file may have taken it out itself
             sys.path.remove(folder)
 

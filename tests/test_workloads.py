@@ -214,3 +214,12 @@ def test_a_file_may_change_where_modules_are_looked_for(tmp_path: Path, monkeypa
     path = tmp_path / "mine.py"
     path.write_text("import sys, torch\nsys.path.pop(0)\ndef make(): return torch.nn.Linear(2, 1), (torch.ones(3, 2),)\n")
     assert load_workload(f"{path}:make")[1][0].shape == (3, 2)
+
+
+def test_a_file_that_changes_directory_does_not_move_us(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(before := Path.cwd())
+    path = tmp_path / "mine.py"
+    making = "def make(): return torch.nn.Linear(2, 1), (torch.ones(3, 2),)\n"
+    path.write_text(f"import os, torch\nos.chdir({str(tmp_path)!r})\n{making}")
+    load_workload(f"{path}:make")
+    assert Path.cwd() == before
