@@ -31,7 +31,7 @@ def attribute(node: fx.Node) -> Any:
 
 def is_random(node: fx.Node) -> bool:
     """Whether a call may draw random numbers; a call of a higher-order operator does where its subgraph does."""
-    if any(map(is_foreign, operators_of(node))):
+    if calls_foreign(node):
         return bool(tensors_of(node))  # else it acts on the outside world, and runs once
     if not isinstance(node.target, OpOverload):
         subgraphs = [attribute(n) for n in node.all_input_nodes if n.op == "get_attr"]
@@ -45,14 +45,15 @@ def is_random(node: fx.Node) -> bool:
     return True
 
 
-def operators_of(call: fx.Node) -> list[OpOverload]:
-    """The operator of a call, or those that a higher-order operator is given: one that writes to its arguments is called so."""
-    return [each for each in (call.target, *call.args) if isinstance(each, OpOverload)]
+def calls_foreign(call: fx.Node) -> bool:
+    """Whether the operator of a call is foreign, or one that a higher-order operator is given: what writes to its arguments is
+    called so."""
+    return any(isinstance(each, OpOverload) and is_foreign(each) for each in (call.target, *call.args))
 
 
 def is_foreign(operator: OpOverload) -> bool:
-    """Whether an operator is none of PyTorch's own nor of ours: it may draw without a tag that says so (``custom_op`` sets none),
-    on the host as well."""
+    """Whether an operator is none of PyTorch's own nor of ours: it may draw, on the host as well, or act on the outside
+    world without a tag that says so (``custom_op`` sets none)."""
     return operator.namespace not in ("aten", "prims", "belady")
 
 

@@ -364,12 +364,14 @@ def trace_joint(
     state: Sequence[Tensor],
     inputs: Sequence[Tensor],
     traced: Callable[[], None],
+    is_kept: Callable[[fx.Node], bool],
 ) -> Joint:
     """Trace ``loss = body(state, inputs)`` and its gradients, without decompositions and without running a kernel.
 
-    state   fake parameters and buffers, all distinct; gradients are those of the parameters that require one
-    inputs  fake tensors
-    traced  called when all is traced, before the tracer puts the generators back
+    state    fake parameters and buffers, all distinct; gradients are those of the parameters that require one
+    inputs   fake tensors
+    traced   called when all is traced, before the tracer puts the generators back
+    is_kept  which calls stay though nobody reads them, beside those that PyTorch knows to draw or to act
 
     Raises whatever ``body`` and the tracer raise.
     """
@@ -377,6 +379,7 @@ def trace_joint(
         stack.enter_context(_eager_kernels())
         stack.enter_context(_casts_kept())
         stack.enter_context(_generators_let_in())
+        stack.enter_context(_unread_kept(is_kept))
         # Recurrent layers are traced as their cells: the fused oneDNN layer does not tell how much memory it takes.
         stack.enter_context(onednn_as(False))
         stack.enter_context(_quiet("torch._subclasses.fake_tensor"))
@@ -758,6 +761,22 @@ def _casts_kept() -> Iterator[None]:
         torch._mirror_autograd_meta_to = mirror  # type: ignore[attr-defined]
         for owner, original in zip(owners, originals, strict=True):
             owner.disable_autocast_cache = original
+
+
+@contextlib.contextmanager
+def _unread_kept(is_kept: Callable[[fx.Node], bool]) -> Iterator[None]:
+    """Have these calls left alone where what nobody reads is taken out of a graph."""
+    owner: Any = fx.Node
+    original = owner.is_impure
+
+    def is_impure(node: fx.Node, *args: Any, **kwargs: Any) -> bool:
+        return bool(original(node, *args, **kwargs)) or (node.op == "call_function" and is_kept(node))
+
+    owner.is_impure = is_impure
+    try:
+        yield
+    finally:
+        owner.is_impure = original
 
 
 @contextlib.contextmanager

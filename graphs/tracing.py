@@ -18,7 +18,7 @@ from graphs.errors import CaptureError
 from graphs.inputs import Arguments, Loss, check_tensor
 from graphs.layouts import kernels_layouts
 from graphs.leaks import Caches
-from graphs.rewrite import read_sources_directly
+from graphs.rewrite import calls_foreign, read_sources_directly
 from graphs.torch_private import (
     DATA_DEPENDENT,
     LOOKS_FOR_CAUSAL,
@@ -240,7 +240,7 @@ def trace(
         ):
             fakes = to_fake([*state.values(), *(leaves[i].detach() for i in slots)])
             try:
-                joint = trace_joint(run, fakes[: len(state)], fakes[len(state) :], look_at_generators)
+                joint = trace_joint(run, fakes[: len(state)], fakes[len(state) :], look_at_generators, calls_foreign)
             except Exception as error:
                 kept = watch.explain() if _reads_an_earlier_call(error) else None  # before its containers are put back
                 caches.forget_traced()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from graphs.capture import Step
-from graphs.rewrite import attribute, is_foreign, operators_of, tensors_of
+from graphs.rewrite import attribute, calls_foreign, tensors_of
 from graphs.torch_private import no_dispatch
 
 # What a call draws from: a generator, or the default one of a device, or several of them.
@@ -88,7 +88,7 @@ def draws_from(call: fx.Node) -> Where:
     node = generator_node(call)
     if node is None:
         device, host = tensors_of(call)[0].device, torch.device("cpu")
-        return (device, host) if device != host and any(map(is_foreign, operators_of(call))) else device
+        return (device, host) if device != host and calls_foreign(call) else device
     given: torch.Generator = attribute(node)
     return given
 

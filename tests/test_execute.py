@@ -413,6 +413,48 @@ def test_operators_that_draw_without_saying_so_repeat_their_draws(seed: int) -> 
     assert torch.equal(torch.get_rng_state(), end)
 
 
+told: list[float] = []
+
+
+@torch.library.custom_op("belady_tests::tell", mutates_args=())
+def tell(x: Tensor) -> None:
+    told.append(float(x.sum()))
+
+
+tell.register_fake(lambda x: None)
+
+
+class Unread(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            thinned(x)
+            x = F.dropout(torch.tanh(layer(x)), 0.2)
+            tell(x.detach())
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_calls_of_foreign_operators_that_nobody_reads_run_once(seed: int) -> None:
+    """They may draw, so that later draws depend on them, or act on the outside world."""
+    torch.manual_seed(seed)
+    model, x = Unread(), torch.randn(16, 8)
+    step = capture(model, x)
+    assert sum(op.effect for op in step.graph.ops) == 3 and sum(op.random for op in step.graph.ops) == 6
+    before = torch.get_rng_state()
+    told.clear()
+    loss, said = model(x), told.copy()
+    end = torch.get_rng_state()
+    torch.set_rng_state(before)
+    told.clear()
+    result = run_step(step, rematerializing(step.graph, seed, share=0.3), x)
+    assert torch.equal(result.loss, loss) and told == said and len(said) == 3
+    assert torch.equal(torch.get_rng_state(), end)
+
+
 def test_draws_from_several_generators_are_repeated_together() -> None:
     """On CUDA an operator of somebody else's may draw on the host too."""
     where = one, other = torch.Generator().manual_seed(1), torch.Generator().manual_seed(2)
