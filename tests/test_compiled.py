@@ -1,13 +1,13 @@
 """Compiled code whose machine code cannot be kept, or is damaged, on disk."""
 
 import os
-import resource
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+resource = pytest.importorskip("resource", reason="limits the size of files")
 ROOT = Path(__file__).resolve().parents[1]
 MODULE = """
 from planner.compiled import njit
@@ -21,8 +21,6 @@ SCRIPT = "import doubled; print(doubled.twice(21), len(doubled.twice.stats.cache
 
 def run(folder: Path, cache: Path, *, most_bytes: int = resource.RLIM_INFINITY) -> tuple[str, str]:
     """What a process prints that compiles the function, on both outputs; files may have so many bytes."""
-    if os.name != "posix":
-        pytest.skip("limits the size of files")
     (folder / "doubled.py").write_text(MODULE)
     where = {"PYTHONPATH": f"{ROOT}:{folder}", "NUMBA_CACHE_DIR": str(cache), "XDG_CACHE_HOME": str(cache)}
     done = subprocess.run(
