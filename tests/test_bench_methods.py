@@ -218,11 +218,16 @@ def test_the_page_and_the_figure_come_from_rows(tmp_path: Path, rows_file: Path)
 
 def test_cost_is_over_the_best_bound_of_the_same_cell() -> None:
     base = {
+        "graph": "g",
         "fingerprint": "f",
         "budget_bytes": 5,
+        "budget_fraction": 0.5,
         "seed": 0,
         "options": {},
         "keep_all_time_ns": 80,
+        "overhead": None,
+        "peak_bytes": 5,
+        "recomputed_ops": 1,
         "status": "FEASIBLE",
         "notes": {},
     }
