@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from graphs.ctc import CTC_BACKWARDS
+from graphs.rewrite import reads_seed_on_host
 from graphs.torch_private import (
     FakeTensorMode,
     OpOverload,
@@ -41,8 +42,6 @@ aten = torch.ops.aten
 KEPT = 8  # sizes up to this stay: windows, groups, heads, channels of an image
 LITTLE = 1 << 12  # elements of a call that runs as it is
 MOST = 1 << 20  # elements of any call that runs
-
-_SEED_ON_HOST = aten._scaled_dot_product_efficient_attention_backward.default, aten._efficient_attention_backward.default
 
 Strides = tuple[int, ...]
 _Layout = tuple[Strides, Strides] | None  # shape and strides; None: no tensor
@@ -155,13 +154,12 @@ def _is_asked(func: Any) -> bool:
     """Whether an op is to run on made-up tensors: one of PyTorch's own that only computes new tensors.
 
     Not so convolutions: their sizes do not go together when made small, and their stand-ins choose as the kernels do. Nor the
-    backward of the CTC loss, which believes lengths that made-up sizes do not go together with. Nor that of memory-efficient
-    attention: with dropout its kernel reads the seed on the host, stand-ins have it on the device, and reading a device address
-    ends the process; they are laid out as the kernel does it.
+    backward of the CTC loss, which believes lengths that made-up sizes do not go together with. Nor what reads a seed on the
+    host, which made-up tensors have on the device; its stand-ins are laid out as the kernel does it.
     """
     if not isinstance(func, OpOverload) or func.namespace != "aten" or func._schema.is_mutable:
         return False
-    if func in (aten.convolution.default, aten.convolution_backward.default, *CTC_BACKWARDS, *_SEED_ON_HOST):
+    if func in (aten.convolution.default, aten.convolution_backward.default, *CTC_BACKWARDS) or reads_seed_on_host(func):
         return False
     depends = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
     return not depends & set(func.tags) and all(each.alias_info is None for each in func._schema.returns)

@@ -20,7 +20,7 @@ from torch import Tensor, fx
 from graphs.costs import signature
 from graphs.errors import InputError
 from graphs.files import read_json, write_whole
-from graphs.rewrite import attribute, cuda_bytes
+from graphs.rewrite import attribute, cuda_bytes, reads_seed_on_host
 from graphs.torch_private import OpOverload, storage_bytes, storage_key, tree_leaves, tree_map_only
 
 if TYPE_CHECKING:
@@ -293,9 +293,8 @@ def _index_limit(node: fx.Node) -> int:
 
 
 def _on_host(node: fx.Node) -> list[fx.Node]:
-    """Arguments that lie on the host although their fakes do not say so: seed and offset of this kernel of attention, outside of
-    CUDA graphs. It reads them there, so memory of the device would end the process."""
-    if not isinstance(node.target, OpOverload) or not node.target._schema.name.endswith("_efficient_attention_backward"):
+    """Arguments that lie on the host although their fakes do not say so: seed and offset of what reads them there."""
+    if not isinstance(node.target, OpOverload) or not reads_seed_on_host(node.target):
         return []
     named = zip((argument.name for argument in node.target._schema.arguments), node.args, strict=False)
     given = [argument for name, argument in (*named, *node.kwargs.items()) if name in ("philox_seed", "philox_offset")]

@@ -57,6 +57,12 @@ def is_foreign(operator: OpOverload) -> bool:
     return operator.namespace not in ("aten", "prims", "belady")
 
 
+def reads_seed_on_host(operator: OpOverload) -> bool:
+    """Whether an operator reads seed and offset on the host, outside of CUDA graphs, although fakes have them on the device, an
+    address of which would end the process: the backward of memory-efficient attention."""
+    return operator._schema.name.endswith("_efficient_attention_backward")
+
+
 def is_effect(node: fx.Node) -> bool:
     """Whether a call acts on the outside world: known to the tracer to do so, or an operator that returns no tensor."""
     return bool(node.meta.get("effect")) or (is_operator(node.target) and not tensors_of(node))
