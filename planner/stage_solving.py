@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, NamedTuple
 
 from planner.milp import Answer, Outcome
 from planner.on_demand import sat_minimise
@@ -84,34 +84,36 @@ def idle_events(model: StageModel, answer: Answer) -> list[Event]:
     return [t for t, row in zip(model.events, model.memory, strict=True) if row < len(duals) and abs(duals[row]) < SLACK]
 
 
-def solve_whole(
-    search: StageSearch,
-    model: StageModel,
-    tolerance_ns: float,
-    aim: float,
-    latest: Sequence[int],
-    work: int,
-    effort: float,
-    floor_ns: int = 0,
-) -> Answer:
-    """Solve the MILP to a tolerance; costs from which on the gap is closed to ``aim`` need not be told apart.
+class Asked(NamedTuple):
+    """What is asked of the solution of a MILP.
 
-    effort    of CP-SAT at most, if that finds a solution
-    floor_ns  no solution of this model takes less time (see ``StageModel.refines``)
+    tolerance_ns  what it may cost more than the least
+    aim           costs from which on the gap is closed to this need not be told apart
+    effort        of CP-SAT at most, if that finds a solution
+    floor_ns      no solution takes less time (see ``StageModel.refines``)
     """
+
+    tolerance_ns: float
+    aim: float
+    effort: float
+    floor_ns: int
+
+
+def solve_whole(search: StageSearch, model: StageModel, asked: Asked, latest: Sequence[int], work: int) -> Answer:
+    """Solve the MILP, and meanwhile improve list walks with so much work."""
     cutoff = math.inf
     if search.time_ns is not None:
-        cutoff = ((1 - aim) * search.time_ns - search.base) / model.unit_ns
+        cutoff = ((1 - asked.aim) * search.time_ns - search.base) / model.unit_ns
         cutoff += 0.01 + 2e-6 * abs(cutoff)  # what ``bound_ns`` takes off for tolerances
     minimise, limited = partial(model.milp.minimise, node_limit=NODES), True
     better: SimpleQueue[list[int]] = SimpleQueue()
     if model.is_for_sat:
-        limited = effort < math.inf
-        floor = max(0, floor_ns - search.base) / model.unit_ns
-        minimise = partial(sat_minimise(), model.milp, floor=floor, effort=effort, at_once=better.put)
+        limited = asked.effort < math.inf
+        floor = max(0, asked.floor_ns - search.base) / model.unit_ns
+        minimise = partial(sat_minimise(), model.milp, floor=floor, effort=asked.effort, at_once=better.put)
     share = 1.0 if work else FIRST_SHARE
     until = time.perf_counter() + share * search.left_s
-    solve = partial(minimise, gap=tolerance_ns / model.unit_ns, cutoff=cutoff, seed=search.seed)
+    solve = partial(minimise, gap=asked.tolerance_ns / model.unit_ns, cutoff=cutoff, seed=search.seed)
 
     def more() -> Sequence[int] | None:
         """The walk along the best solution since the last one."""
@@ -121,8 +123,8 @@ def solve_whole(
         return None if values is None else walk(model, values).runs
 
     answer = _alongside(search, solve, latest, work, until, limited=limited, more=more)
-    if answer.outcome is Outcome.STOPPED and answer.values is None and effort < math.inf and not search.done():
-        return solve_whole(search, model, tolerance_ns, aim, latest, 0, math.inf, floor_ns)
+    if answer.outcome is Outcome.STOPPED and answer.values is None and asked.effort < math.inf and not search.done():
+        return solve_whole(search, model, asked._replace(effort=math.inf), latest, 0)
     return answer
 
 

@@ -38,6 +38,7 @@ from planner.schedule import computes, first_runs, with_frees
 from planner.smallest import smallest_known
 from planner.stage_model import Event, stage_model, walk, with_end
 from planner.stage_search import StageSearch
+from planner.stage_solving import Asked
 from tests.clock import stopwatch
 from tests.interruption import interrupted
 from tests.oracles import least_budget, least_time
@@ -455,7 +456,7 @@ def beside(monkeypatch: pytest.MonkeyPatch, search: StageSearch, solved: threadi
     monkeypatch.setattr(pseudo_boolean, "minimise", minimise)
     graph = search.graph
     model = stage_model(with_end(graph), search.budget_bytes, [Event(len(graph.ops) // 2)])
-    stage_solving.solve_whole(search, model, 0.0, 0.0, range(len(graph.ops)), 1_000, math.inf)
+    stage_solving.solve_whole(search, model, Asked(0.0, 0.0, math.inf, 0), range(len(graph.ops)), 1_000)
 
 
 def walking() -> StageSearch:
@@ -498,7 +499,7 @@ def test_walks_beyond_a_milp_follow_its_solutions_as_they_come(monkeypatch: pyte
     model = stage_model(with_end(graph), search.budget_bytes, [Event(len(graph.ops) // 2)])
     search.beyond = search.walks.apart(1)
     monkeypatch.setattr(search.beyond, "follow", lambda runs, **_: followed.append(list(runs)))
-    stage_solving.solve_whole(search, model, 0.0, 0.0, range(len(graph.ops)), 1_000, math.inf)
+    stage_solving.solve_whole(search, model, Asked(0.0, 0.0, math.inf, 0), range(len(graph.ops)), 1_000)
     assert followed == [walk(model, values).runs]  # the best alone
     assert followed[0] != list(range(len(graph.ops)))
 

@@ -29,7 +29,7 @@ from planner.spans import SpanRow, add_spans
 from planner.stage_events import LARGE, missing, tightest
 from planner.stage_model import TINY, Event, StageModel, Walk, stage_model, walk, with_end
 from planner.stage_search import StageSearch
-from planner.stage_solving import MOST_WORK, STALLED, idle_events, solve_relaxed, solve_whole, work_beside
+from planner.stage_solving import MOST_WORK, STALLED, Asked, idle_events, solve_relaxed, solve_whole, work_beside
 
 METHOD = "cutting_stages"
 # First executions added a round at most, fewer by one for each re-run; after a relaxation that raised the bound by this share of
@@ -231,17 +231,17 @@ def _rounds(search: StageSearch) -> bool:
     while True:
         model = round_.next_model()
         answer, rows = solve_relaxed(search, model, rows, sequence, round_.finest_ns) if round_.may_relax else (None, rows)
-        if search.done(round_.aim):
+        if search.done(round_.asked.aim):
             return False
         relaxed = answer is not None
         if answer is None:
             if round_.is_dear:
                 _before_long(search, model)
-                if search.done(round_.aim):
+                if search.done(round_.asked.aim):
                     return False
             add_spans(model)
             work = work_beside(search, model, round_.number)
-            answer = solve_whole(search, model, round_.tolerance_ns, round_.aim, sequence, work, round_.effort, round_.floor_ns)
+            answer = solve_whole(search, model, round_.asked, sequence, work)
         if answer.outcome is Outcome.INFEASIBLE:
             _none_in_order(search, ask=round_.number == 1)
             return False
@@ -250,7 +250,7 @@ def _rounds(search: StageSearch) -> bool:
             found = walk(model, answer.values)
             sequence = found.runs
             search.offer(with_frees(graph, sequence), "walk")
-        if search.done(round_.aim):
+        if search.done(round_.asked.aim):
             return False
         if round_.number == BLOCKS_ROUND:
             try_blocks(search)
@@ -263,7 +263,7 @@ def _rounds(search: StageSearch) -> bool:
         if answer.values is None:
             return not search.done()
         search.follow(sequence)
-        if search.done(round_.aim):
+        if search.done(round_.asked.aim):
             return False
         if not round_.refine(model, answer, found, relaxed=relaxed):
             return True
@@ -300,12 +300,16 @@ class _Round:
         is_cheap = self.number <= CHEAP_ROUNDS and len(model.milp.cost) <= CHEAP_VARIABLES
         self.is_dear = self.number > 1 and not is_cheap
         self.may_relax = self.number > 1 and not self.refined
-        self.aim = EXACT * search.gap if is_cheap else search.gap
-        self.effort = CHEAP_EFFORT if search.closed() or (is_cheap and not self.refined) else math.inf
-        self.tolerance_ns = self.finest_ns
+        tolerance_ns = self.finest_ns
         if self.is_dear:
             coarse = SAT_COARSE if model.is_for_sat else COARSE
-            self.tolerance_ns = max(self.finest_ns, coarse * search.distance_ns * 0.1**self.refined)
+            tolerance_ns = max(tolerance_ns, coarse * search.distance_ns * 0.1**self.refined)
+        self.asked = Asked(
+            tolerance_ns,
+            aim=EXACT * search.gap if is_cheap else search.gap,
+            effort=CHEAP_EFFORT if search.closed() or (is_cheap and not self.refined) else math.inf,
+            floor_ns=self.floor_ns,
+        )
         return model
 
     def prove(self, bound_ns: int | None) -> None:
@@ -335,7 +339,7 @@ class _Round:
             search.stalled = STALLED
         elif self.tiny_share > TINY:
             self.near_share = TINY
-        elif self.tolerance_ns > self.finest_ns or answer.outcome is Outcome.STOPPED:
+        elif self.asked.tolerance_ns > self.finest_ns or answer.outcome is Outcome.STOPPED:
             self.refined += 1
         else:
             return False
