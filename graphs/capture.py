@@ -234,6 +234,7 @@ def capture(
     name: str | None = None,
     device: torch.device | str | None = None,
     autocast: torch.dtype | None = None,
+    gradient_hooks: bool = False,
 ) -> Step:
     """Trace one training step of ``model`` (forward, loss, backward) without running it and without a second copy of it.
 
@@ -245,6 +246,7 @@ def capture(
     name      of the graph; the model's class by default
     device    where the model and the inputs are expected to be; by default where the model is
     autocast  dtype of an autocast region around model and loss; by default the one active around this call, if any
+    gradient_hooks  allow hooks of parameters: no part of the step, they are called by autograd where it runs the step
 
     Op times and workspaces of the graph are 0 (see ``graphs.costs``); Values are rounded up to 512 bytes on CUDA. Gradients
     are those of the parameters that require one; inputs get none. Random ops are kept even where nobody reads them: their
@@ -255,7 +257,7 @@ def capture(
     if not isinstance(model, nn.Module):
         raise CaptureError(f"expected a torch.nn.Module, not a {type(model).__name__}")
     name = type(model).__name__ if name is None else name
-    state = state_of(model, loss)
+    state = state_of(model, loss, gradient_hooks=gradient_hooks)
     where = device_of(model, state, device)
     given = plain(own_example(model, with_labels=loss is None) if inputs is None else inputs)
     leaves, form = flatten(given)

@@ -43,8 +43,11 @@ aten = torch.ops.aten
 _BATCH_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 
 
-def state_of(model: nn.Module, loss: Loss | None) -> dict[str, Tensor]:
-    """Distinct parameters and buffers of a model under their first names. Raises CaptureError where they cannot be captured."""
+def state_of(model: nn.Module, loss: Loss | None, *, gradient_hooks: bool = False) -> dict[str, Tensor]:
+    """Distinct parameters and buffers of a model under their first names. Raises CaptureError where they cannot be captured.
+
+    gradient_hooks  whether parameters may have some
+    """
     who = type(model).__name__
     for wrapper, inner in (
         (nn.DataParallel, "module"),
@@ -66,8 +69,11 @@ def state_of(model: nn.Module, loss: Loss | None) -> dict[str, Tensor]:
     state: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for name, tensor in state.items():
         check_tensor(name, tensor)
-        if tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
-            raise CaptureError(f"{name} has a gradient hook, which a captured step would not call; remove it")
+        if not gradient_hooks and (tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None)):
+            raise CaptureError(
+                f"{name} has a gradient hook, which a captured step would not call; remove it (a planned module calls those that "
+                f"are set once it is there)"
+            )
     if not any(tensor.requires_grad for tensor in state.values()):
         raise CaptureError(f"no parameter of {who} requires a gradient, so there is nothing to train")
     if isinstance(loss, nn.Module):

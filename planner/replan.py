@@ -68,7 +68,8 @@ class ReplanningModule(PlannedModule):
         before, options = cast(Plan, self._plan), dict(self._options)
         self.step.fingerprint.check()  # what else was edited is no matter of shapes
         name, loss = self.step.graph.name, self.step.body.loss
-        step = capture(self.step.model, inputs, loss=loss, name=name, autocast=self.step.autocast)
+        # Autograd hands the gradients to the hooks of parameters here, as it does with the first plan.
+        step = capture(self.step.model, inputs, loss=loss, name=name, autocast=self.step.autocast, gradient_hooks=True)
         step = with_costs(step, options.pop("costs", "auto"))
         found = plan(step, before.budget_bytes, **options)
         module = found.module()

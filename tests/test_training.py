@@ -210,6 +210,29 @@ def test_planning_again_keeps_one_plan_per_shape_in_the_same_bytes(caplog: pytes
     same(module(*data[1][:-1]), model(*data[1][:-1]))
 
 
+def test_hooks_of_parameters_are_called_whatever_the_shape() -> None:
+    """They are set once the module is there; inputs of another shape are planned for all the same."""
+    data = [batch for size in (256, 192, 256) for batch in batches(1, size)]
+    model = Net()
+    twin = copy.deepcopy(model)
+    module = planned(model, data[0]).module(replan={"gap": 0.1, "time_limit_s": 5})
+    results = []
+    for call, part in ((lambda *b: loss_of(twin(*b[:-1]), b[-1]), twin), (module, module)):
+        torch.manual_seed(7)
+        called: list[int] = []
+        for p in part.parameters():
+            p.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+            p.register_post_accumulate_grad_hook(lambda p, called=called: called.append(p.numel()))  # type: ignore[misc]
+        losses = []
+        for batch in data:
+            loss = call(*batch)
+            loss.backward()
+            losses.append(loss.detach())
+        results.append((losses, [p.grad for p in part.parameters()], sorted(called)))
+    same(results[1], results[0])
+    assert module.planned == 2
+
+
 def test_inputs_laid_out_otherwise_have_a_plan_of_their_own() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU())
     images = torch.randn(2, 3, 8, 8)
