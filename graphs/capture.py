@@ -22,6 +22,7 @@ from graphs.rewrite import (
     choose_batch_norm,
     cuda_bytes,
     drop_unread_statistics,
+    fold_conjugates,
     fuse_bernoulli,
     is_effect,
     is_random,
@@ -284,6 +285,7 @@ def capture(
     remove_dead(graph)
     _refuse_sparse(name, graph)
     fuse_bernoulli(graph)
+    fold_conjugates(graph)
     choose_batch_norm(graph)
     drop_unread_statistics(graph)
     gradient_at = {result.name: i for i, result in enumerate(results) if result.kind == "gradient"}
@@ -332,6 +334,7 @@ def numbered(name: str, module: fx.GraphModule, device: torch.device) -> Step:
     remove_dead(graph)
     _refuse_sparse(name, graph)
     fuse_bernoulli(graph)
+    fold_conjugates(graph)
     choose_batch_norm(graph)
     drop_unread_statistics(graph)
     graph.lint()

@@ -125,6 +125,16 @@ def remove_dead(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
+def fold_conjugates(graph: fx.Graph) -> None:
+    """Replace conjugates of numbers by numbers: autograd asks for that of 1j in 1j * x, as of a tensor."""
+    for node in graph.find_nodes(op="call_function", target=aten._conj.default):
+        if not node.all_input_nodes:
+            number = cast(complex, node.args[0]).conjugate()
+            for user in list(node.users):
+                user.args = tuple(number if argument is node else argument for argument in user.args)
+            graph.erase_node(node)
+
+
 # Backward operators of batch norm: where the running statistics stand among the arguments, and the flag of training (None: they
 # are for training only).
 _BATCH_NORM_BACKWARD: dict[OpOverload[..., Any], tuple[tuple[int, int], int | None]] = {

@@ -255,6 +255,12 @@ def bags_to_the_last(model: Lambda, x: Tensor) -> Tensor:
     return square(F.embedding_bag((x[0] * 9).long() % 8, model.linear.weight, ends, mode="max", include_last_offset=True))
 
 
+def complex_numbers(model: Lambda, x: Tensor) -> Tensor:
+    """Products and quotients whose backward takes the conjugates of numbers."""
+    y = torch.exp(1j * model.linear(x)) * (1 + 2j)
+    return square(torch.view_as_real(y / (3 - 1j) + (2j * y.conj()).mul_(1j)))
+
+
 def gradient_penalty(model: Lambda, x: Tensor) -> Tensor:
     (gradient,) = torch.autograd.grad(model.linear(x).tanh().sum(), model.linear.weight, create_graph=True)
     return square(gradient)
@@ -361,6 +367,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "regions of autocast inside bf16": lambda: lambda_case(regions_inside, x8, autocast=torch.bfloat16),
     "check of data": lambda: lambda_case(lambda m, x: (torch._assert_async(x.sum() < 100, "100"), square(m.linear(x)))[1], x8),
     "distribution": lambda: lambda_case(lambda m, x: square(Normal(m.linear(x), 1.0, validate_args=False).rsample()), x8),
+    "complex numbers": lambda: lambda_case(complex_numbers, x8),
     "integers in bounds": lambda: lambda_case(lambda m, x: square(m.linear(x) * torch.randint(5, x.shape)), x8),
     "check of data in a library": lambda: lambda_case(checks_data, x8),
     "ctc of numbers": lambda: ctc_case([7, 4], [3, 2]),
