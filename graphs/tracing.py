@@ -37,7 +37,7 @@ from graphs.torch_private import (
     tree_map_only,
     tree_unflatten,
 )
-from graphs.watch import Watch, generators_kept, seeding_refused
+from graphs.watch import Watch, generators_kept, seeding_refused, written_elsewhere
 
 aten = torch.ops.aten
 _BATCH_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
@@ -299,9 +299,7 @@ def _refusal(name: str, error: Exception) -> CaptureError:
     if isinstance(error, SyntaxError) and "aten.random.from(" in (error.text or ""):  # ``from`` is a keyword
         return CaptureError(f"{name} calls random_ with two bounds, which PyTorch's tracer cannot write down; call torch.randint")
     if "entirely functional graph" in str(error):
-        return CaptureError(
-            f"{name} changes a tensor in place that is neither parameter nor buffer; make it one with register_buffer"
-        )
+        return CaptureError(written_elsewhere(name))
     if "ViewBaseAOTInput" in str(error):
         return CaptureError(
             f"{name} changes a tensor in its forward whose memory another buffer, parameter or input has too; give each its own"

@@ -24,6 +24,15 @@ from graphs.torch_private import FakeTensorMode, OpOverload, TorchDispatchMode, 
 
 _FIRST_SEED = 0x5EED << 48  # of those that draws of a trace leave behind; unlike any that somebody gives
 _GENERATORS = "Python's generator (random)", "numpy's global generator (numpy.random)"
+_LOSS = "only those of the model may change in a step, so make the loss a part of the model, which then returns it"
+
+
+def written_elsewhere(name: str) -> str:
+    """What to say where a step writes to memory that is there before and after it, but is none of its model's."""
+    return (
+        f"{name} changes a tensor in place that is neither parameter nor buffer of the model; make it one with register_buffer "
+        f"(buffers of a loss: {_LOSS})"
+    )
 
 
 class Watch:
@@ -96,8 +105,11 @@ class Watch:
         changed = [(path, key) for path, key, box, content in self._boxes if not same_content(content_of(box), content)]
         if not changed or self._calls is None:
             return None
+        path, key = changed[0]
+        if key == "_buffers" and path.partition(".")[0] == "loss":
+            return f"the loss of {self.name} gives its buffers other tensors; {_LOSS}"
         return (
-            f"{self.name} keeps something from one call to the next in its attribute {label(*changed[0])}, but a captured step "
+            f"{self.name} keeps something from one call to the next in its attribute {label(path, key)}, but a captured step "
             f"does the same in every call; keep it in buffers, or, where only the first call fills it, run the model once before"
         )
 
@@ -356,10 +368,7 @@ class _Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if argument.alias_info is None or not argument.alias_info.is_write:
                 continue
             if any(type(leaf) in (Tensor, nn.Parameter) for leaf in tree_leaves(given)):
-                raise CaptureError(
-                    f"{self.name} changes a tensor in place that is neither parameter nor buffer; make it one with "
-                    f"register_buffer"
-                )
+                raise CaptureError(written_elsewhere(self.name))
 
     def _sign(self, leaf: object) -> object:
         if not isinstance(leaf, Tensor):

@@ -732,6 +732,19 @@ def test_fake_models_are_captured_without_memory():
     assert step.graph.resident_bytes > 4e10
 
 
+class Centred(nn.Module):
+    """A loss with a buffer, which a function of (module, output) changes."""
+
+    def __init__(self, change: Callable[..., Any]) -> None:
+        super().__init__()
+        self.register_buffer("centre", torch.zeros(8))
+        self.change = change
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        self.change(self, output)
+        return F.mse_loss(output - self.centre, target)
+
+
 def linear() -> nn.Linear:
     return nn.Linear(8, 8)
 
@@ -1004,6 +1017,14 @@ REFUSED: dict[str, tuple[Callable[[], Step], str]] = {
     ),
     "buffers of one storage": (lambda: capture(overlapping(), x8), "memory another buffer, parameter or input has too"),
     "buffer replaced": (lambda: capture(Lambda(grown), x8), "replaces moving in its forward"),
+    "buffer of the loss in place": (
+        lambda: capture(linear(), (x8, x8), loss=Centred(lambda c, o: c.centre.lerp_(o.detach().mean(0), 0.1))),
+        "buffers of a loss: .* make the loss a part of the model",
+    ),
+    "buffer of the loss replaced": (
+        lambda: capture(linear(), (x8, x8), loss=Centred(lambda c, o: setattr(c, "centre", c.centre + o.detach().mean(0)))),
+        "the loss of Linear gives its buffers other tensors; .* make the loss a part of the model",
+    ),
     "attribute in place": (lambda: capture(Lambda(counted), x8), "neither parameter nor buffer.*register_buffer"),
     "counter": (lambda: with_attribute(counts_calls, n=3), r"its attribute n in its forward \(from 3 to 4\).*in a buffer"),
     "counter for later": (lambda: with_attribute(counts_calls_for_later, n=0), "changes its attribute n in its forward"),
