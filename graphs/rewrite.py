@@ -308,6 +308,7 @@ _NORMS = (
     aten._native_batch_norm_legit.no_stats,
 )
 _BAGS = (aten._embedding_bag.default, aten._embedding_bag_forward_only.default)
+_WINDOWS = tuple(getattr(aten, f"{kind}_window") for kind in ("bartlett", "blackman", "hamming", "hann", "kaiser"))
 
 
 def real_bytes(node: fx.Node, index: int, tensor: Tensor, held_bytes: Callable[[fx.Node], int]) -> int:
@@ -326,6 +327,8 @@ def real_bytes(node: fx.Node, index: int, tensor: Tensor, held_bytes: Callable[[
     if node.target in _BAGS and tensor.device.type == "cpu" and size:  # made with a last entry that is cut off
         longer = index == 1 or (index == 2 and node.args[7:8] == (True,))
         return size + longer * tensor.element_size()
+    if getattr(node.target, "overloadpacket", None) in _WINDOWS and tensor.numel() > 1 and node.args[1:2] != (False,):
+        return size + tensor.element_size()  # periodic ones likewise
     return size
 
 
