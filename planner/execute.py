@@ -228,6 +228,8 @@ class PlannedModule(nn.Module):
         return getattr(self.step.model, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if "_built" in self.__dict__ and name in _OWN:
+            raise InputError(f"{name} is the planned module's own; set that of the model on the model itself")
         if "_built" not in self.__dict__ or name in self.__dict__ or hasattr(type(self), name):
             super().__setattr__(name, value)
         else:
@@ -401,6 +403,7 @@ def _watched(step: Step, halves: Halves) -> tuple[tuple[str, ...], tuple[int, ..
 
 
 _NOTHING = contextlib.nullcontext()
+_OWN = frozenset({"step", "peak_bytes", "one_at_a_time"})  # attributes that hide the model's
 
 
 def check_region(step: Step) -> None:

@@ -726,6 +726,14 @@ def test_what_is_added_to_a_module_is_the_models_and_no_part_of_the_plan() -> No
         module(*inputs)
 
 
+def test_attributes_of_its_own_are_not_given_away(mlp: Case) -> None:
+    """A count of steps set on the module would take the place of what it runs."""
+    module = PlannedModule(mlp.step, keep_all(mlp.graph), PLENTY)
+    with pytest.raises(InputError, match="step is the planned module's own; set that of the model on the model itself"):
+        module.step = 5
+    module(*mlp.inputs).backward()
+
+
 def test_evaluation_runs_the_plain_model() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
