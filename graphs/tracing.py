@@ -290,7 +290,12 @@ def _refusal(name: str, error: Exception) -> CaptureError:
         )
     if isinstance(error, DATA_DEPENDENT):
         if any(frame.filename.endswith("distributions/distribution.py") for frame in traceback.extract_tb(error.__traceback__)):
-            remedy = "give the distribution validate_args=False, so that it does not look at its arguments"
+            remedy = (
+                "give the distribution validate_args=False, so that it does not look at its arguments (StudentT and others hand "
+                "this on to none they are made of: call torch.distributions.Distribution.set_default_validate_args(False))"
+            )
+        elif "aten.equal" in str(error) and "istft" in _place(error):
+            remedy = "give istft a window that is made in the forward (torch.hann_window), since it checks what that sums up to"
         else:
             remedy = "rewrite that part with torch.where or masks of fixed shape"
         return CaptureError(
@@ -339,6 +344,9 @@ class _Constants(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if known and func is aten._local_scalar_dense.default:
             with no_dispatch():
                 return self._real[read[0]].item()
+        if known and func is aten.equal.default:  # as istft compares what its window sums up to
+            with no_dispatch():
+                return torch.equal(*(self._real[tensor] for tensor in read))
         result = func(*args, **kwargs)
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         if known and all(tensor.numel() <= self.LIMIT for tensor in made):

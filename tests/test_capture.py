@@ -261,6 +261,12 @@ def complex_numbers(model: Lambda, x: Tensor) -> Tensor:
     return square(torch.view_as_real(y / (3 - 1j) + (2j * y.conj()).mul_(1j)))
 
 
+def back_from_the_spectrum(model: Lambda, x: Tensor) -> Tensor:
+    window = torch.hann_window(8)
+    spectrum = torch.stft(model.linear(x).flatten(), 8, 4, window=window, return_complex=True)
+    return square(torch.istft(spectrum * spectrum.abs(), 8, 4, window=window))
+
+
 def gradient_penalty(model: Lambda, x: Tensor) -> Tensor:
     (gradient,) = torch.autograd.grad(model.linear(x).tanh().sum(), model.linear.weight, create_graph=True)
     return square(gradient)
@@ -368,6 +374,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "check of data": lambda: lambda_case(lambda m, x: (torch._assert_async(x.sum() < 100, "100"), square(m.linear(x)))[1], x8),
     "distribution": lambda: lambda_case(lambda m, x: square(Normal(m.linear(x), 1.0, validate_args=False).rsample()), x8),
     "complex numbers": lambda: lambda_case(complex_numbers, x8),
+    "window": lambda: lambda_case(back_from_the_spectrum, x8),
     "integers in bounds": lambda: lambda_case(lambda m, x: square(m.linear(x) * torch.randint(5, x.shape)), x8),
     "check of data in a library": lambda: lambda_case(checks_data, x8),
     "ctc of numbers": lambda: ctc_case([7, 4], [3, 2]),
