@@ -93,10 +93,15 @@ def _main(argv: Sequence[str] | None) -> int:
 
 
 def _check_targets(arguments: argparse.Namespace) -> None:
-    """Refuse what cannot be written, and pictures of no kind, before anything is computed."""
+    """Refuse what cannot be written, two results in one file, and pictures of no kind, before anything is computed."""
+    options: dict[str, str] = {}  # by the file they write to
     for target in ("json", "out", "plot", "save_graph"):
         if (path := getattr(arguments, target, None)) and path != "-":
             check_writable(path)
+            option = "--" + target.replace("_", "-")
+            other = options.setdefault(os.path.realpath(path), option)
+            if other != option and (not os.path.exists(path) or os.path.isfile(path)):  # a device takes both
+                raise InputError(f"{other} and {option} name the same file, {path}: one would take the place of the other")
     if getattr(arguments, "plot", None):
         from .plots import writable
 

@@ -325,6 +325,21 @@ def test_what_cannot_be_written_is_refused_before_anything_is_computed(
     assert sorted(tmp_path.iterdir()) == [tmp_path / "file", tmp_path / "folder.png"]
 
 
+def test_two_results_in_one_file_are_refused(chain_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, link = tmp_path / "rows.jsonl", tmp_path / "link"
+    sweep = ["sweep", chain_file, "--rule", "none", "--out", str(out)]
+    assert main([*sweep, "--budget", "0.7:0.9:0.1"]) == 0
+    before, _ = out.read_text(), capsys.readouterr()
+    link.symlink_to(out)
+    for same in (out, link):
+        assert main([*sweep, "--budget", "0.9", "--json", str(same)]) == 2
+        message = f"belady: --json and --out name the same file, {out}: one would take the place of the other\n"
+        assert capsys.readouterr().err == message
+    assert out.read_text() == before
+    assert main([*sweep, "--budget", "0.9", "--json", "-"]) == 0
+    assert main(["plan", chain_file, "--budget", "0.9", "--json", "/dev/null", "--out", "/dev/null"]) == 0
+
+
 def test_a_picture_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from matplotlib.figure import Figure
 
