@@ -36,6 +36,7 @@ from .rows import RowFile, make_folder, read_rows, write_rows
 if TYPE_CHECKING:
     from graphs.capture import Step
     from online.compare import Comparison
+    from online.trial import Trial, Trials
 
 SIZES = ("batch", "seq", "depth", "size", "vocab")
 OF_MODELS = (*SIZES, "device", "costs")  # options that a graph from a file has no use for
@@ -385,6 +386,8 @@ def _diff(arguments: argparse.Namespace) -> int:
 def _plan(arguments: argparse.Namespace) -> int:
     with computing() as status:
         loaded = Loaded(arguments, status)
+        if arguments.execute:
+            loaded.executable()
         graph = loaded.graph
         budget_bytes = resolve_budget(arguments.budget, simulate(graph, keep_all(graph)).peak_bytes)
         status(f"{arguments.method} in {format_bytes(budget_bytes)}")
@@ -400,15 +403,15 @@ def _plan(arguments: argparse.Namespace) -> int:
             **({"any_order": True} if arguments.any_order else {}),
         )
         row = plan.row()
-        if plan.schedule is not None and arguments.execute:
-            from online.trial import Trials
-
+        interrupted = plan.notes.get("stopped") == "interrupted"
+        if plan.schedule is not None and arguments.out:  # before it is executed, which may fail
+            make_folder(arguments.out)
+            plan.save(arguments.out)
+        if plan.schedule is not None and arguments.execute and "halves" not in plan.notes and not interrupted:
             status("executing")
-            trials = Trials(loaded.executable(), loaded.inputs, seed=arguments.seed)
-            row |= trials.planned(replace(plan, step=loaded.step)).row()
-    if plan.schedule is not None and arguments.out:
-        make_folder(arguments.out)
-        plan.save(arguments.out)
+            measured = _measured(loaded, arguments.seed, lambda trials: trials.planned(replace(plan, step=loaded.step)))
+            interrupted = measured is None
+            row |= measured or {}
     if arguments.json:
         write_rows(arguments.json, [row])
     if arguments.json != "-":
@@ -416,7 +419,17 @@ def _plan(arguments: argparse.Namespace) -> int:
         if plan.schedule is not None and arguments.out:
             print(f"plan written to {arguments.out}")
     _tell_halves(plan)
-    return _interrupted() if plan.notes.get("stopped") == "interrupted" else _outcome(plan, copied_bytes)
+    return _interrupted() if interrupted else _outcome(plan, copied_bytes)
+
+
+def _measured(loaded: Loaded, seed: int, trial: Callable[[Trials], Trial]) -> dict[str, Any] | None:
+    """The measured entries of a result row; None where Ctrl-C came."""
+    from online.trial import Trials
+
+    try:
+        return trial(Trials(loaded.executable(), loaded.inputs, seed=seed)).row()
+    except KeyboardInterrupt:
+        return None
 
 
 def _interrupted() -> int:
@@ -429,20 +442,22 @@ def _run(arguments: argparse.Namespace) -> int:
 
     with computing() as status:
         loaded = Loaded(arguments, status)
+        if arguments.execute:
+            loaded.executable()
         graph = loaded.graph
         budget_bytes = resolve_budget(arguments.budget, simulate(graph, keep_all(graph)).peak_bytes)
         status(f"online {arguments.heuristic} in {format_bytes(budget_bytes)}")
         found = run(graph, budget_bytes, heuristic=arguments.heuristic, seed=arguments.seed)
         row = found.row()
+        interrupted = False
+        if found.completed and arguments.out:  # before it is executed, which may fail
+            make_folder(arguments.out)
+            found.plan().save(arguments.out)
         if found.completed and arguments.execute:
-            from online.trial import Trials
-
             status("executing")
-            trials = Trials(loaded.executable(), loaded.inputs, seed=arguments.seed)
-            row |= trials.online(budget_bytes, arguments.heuristic).row()
-    if found.completed and arguments.out:
-        make_folder(arguments.out)
-        found.plan().save(arguments.out)
+            measured = _measured(loaded, arguments.seed, lambda trials: trials.online(budget_bytes, arguments.heuristic))
+            interrupted = measured is None
+            row |= measured or {}
     if arguments.json:
         write_rows(arguments.json, [row])
     if arguments.json != "-":
@@ -450,7 +465,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if not found.completed:
         why = f"ran out of memory at {found.failure.op}: {found.failure}" if found.failure else "recomputed without end"
         raise NoScheduleFound(f"online {arguments.heuristic} in {budget_bytes:,} bytes ({format_bytes(budget_bytes)}) {why}")
-    return DONE
+    return _interrupted() if interrupted else DONE
 
 
 def _sweep(arguments: argparse.Namespace) -> int:

@@ -425,8 +425,7 @@ def test_a_plan_too_tight_to_train_with_is_told(tmp_path: Path, capsys: pytest.C
     )
     told = "runs as one piece only, without a module"
     for command in ("plan", "diff"):
-        arguments = [command, f"{script}:make", "--device=cpu", "--budget=131588"]
-        assert main(arguments + ["--execute"] * (command == "diff")) == 0
+        assert main([command, f"{script}:make", "--device=cpu", "--budget=131588", "--execute"]) == 0
         written = capsys.readouterr()
         assert "OPTIMAL" in written.out and f"the plan for 131,588 bytes {told}" in " ".join(written.err.split())
         enough = re.search(r"plan for ([\d,]+) bytes, which are known", written.err)
@@ -501,3 +500,40 @@ def test_an_interruption_while_the_program_is_loaded_is_one_sentence() -> None:
         "print(code, said.getvalue().strip())\n"
     )
     assert interrupted(script, after_s=0.3) == "130 belady: interrupted"
+
+
+NORMS = """
+import torch
+from torch import nn
+
+def make():
+    layers = [[nn.Linear(8, 8, bias=False), nn.BatchNorm1d(8), nn.Tanh()] for _ in range(6)]
+    return nn.Sequential(*sum(layers, [])), torch.randn(512, 8), lambda out: out.sum()
+"""
+
+
+@pytest.mark.parametrize("command", ["plan", "run"])
+def test_a_graph_without_a_model_is_not_planned_to_be_executed(
+    command: str, chain_file: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("belady.cli.solve_halves", lambda *_, **__: pytest.fail("something was computed"))
+    monkeypatch.setattr("online.runtime.run", lambda *_, **__: pytest.fail("something was computed"))
+    assert main([command, chain_file, "--budget", "0.5", "--execute"]) == 2
+    assert "it can be planned, but not executed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["plan", "run"])
+def test_an_interrupted_execution_leaves_the_plan(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("online.trial.measure", interrupt)
+    (script := tmp_path / "norms.py").write_text(NORMS)
+    out, found = tmp_path / "plan.json", tmp_path / "rows.jsonl"
+    more = ["--device=cpu", "--budget=0.8", "--execute", "--out", str(out), "--json", str(found)]
+    assert main([command, f"{script}:make", *more]) == 130
+    assert capsys.readouterr().err == "belady: interrupted; this is what was found until then\n"
+    (row,) = rows(found.read_text())
+    assert row["time_ns"] and row["measured_time_ns"] is None and out.exists()
