@@ -65,10 +65,10 @@ class RowFile:
             raise InputError(f"{path}: rows are added one by one, which a gzipped file does not take; leave out .gz")
         make_folder(path)
         try:
-            self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
-            if not stat.S_ISREG(os.fstat(self._file).st_mode):
-                raise InputError(f"{path} is no regular file: rows that are there already could not be read back")
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._file = self._locked()
+            while not os.path.samestat(os.fstat(self._file), os.stat(path)):  # between opening and locking it was replaced
+                self.close()
+                self._file = self._locked()
         except BlockingIOError as error:
             raise InputError(f"{path} is being written by another process") from error
         except OSError as error:
@@ -78,6 +78,17 @@ class RowFile:
         except BaseException:
             self.close()
             raise
+
+    def _locked(self) -> int:
+        file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+        try:
+            if not stat.S_ISREG(os.fstat(file).st_mode):
+                raise InputError(f"{self.path} is no regular file: rows that are there already could not be read back")
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BaseException:
+            os.close(file)
+            raise
+        return file
 
     def _read(self) -> tuple[list[dict[str, Any]], bool]:
         """The rows that are there, and whether a part of one was cut off."""

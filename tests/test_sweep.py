@@ -1,5 +1,6 @@
 """Sweeps: what is asked for, cells, rows that help each other, resuming, interruption, processes that die."""
 
+import fcntl
 import json
 import os
 import signal
@@ -359,6 +360,23 @@ def test_rows_are_whole_and_a_torn_one_is_cut_off(tmp_path: Path) -> None:
         file.append({"number": 2})
         file.close()
         assert [row["number"] for row in read_rows(path)] == [0, 1, 2]
+
+
+def test_rows_do_not_go_to_a_file_that_has_just_been_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = str(tmp_path / "rows.jsonl")
+    first, lock = RowFile(path), fcntl.flock
+
+    def late(file: int, how: int) -> None:
+        monkeypatch.undo()
+        first.replace([{"number": 1}])
+        first.close()
+        lock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    second = RowFile(path)
+    second.append({"number": 2})
+    second.close()
+    assert [row["number"] for row in read_rows(path)] == [1, 2]
 
 
 def test_files_that_cannot_be_used(tmp_path: Path) -> None:
