@@ -227,6 +227,7 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
         self._over: tuple[str, int] | None = None  # the first op whose workspace, not known before, broke the budget; bytes then
         self._running: _Running | None = None
         self._freeing = False  # see _free_inputs
+        self._fixed = False  # whether contents have been fixed since the arguments of the call under way were described
         self._result: Any = None
         self._made: list[UntypedStorage] = []
         self._wall_s = 0.0
@@ -371,6 +372,7 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
             scratch = [self._content(args[at]) for at in kind.scratch if args[at] is not None]
             for content in scratch:  # it is written to, so what was computed from it before cannot be made again
                 self._fix(content, kind.name)
+        self._fixed = False
         read: list[Content] = []
         key: list[Any] = [kind]
         described = self._described
@@ -661,6 +663,10 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
 
     def _bind(self, op: int, written: list[Content], made: list[UntypedStorage], recipe: Recipe | None) -> None:
         """After an op ran: its outputs are where the program has them."""
+        if self._fixed and recipe is not None:  # to make room for it
+            recipe.hold_fixed()
+            if any(old.made_by is None for old in written):  # it is written over by now
+                recipe = None
         outs = self._engine.outputs(op)
         self._place(self._recipe_of, op, None if recipe is None else weakref.ref(recipe))
         replaced = []
@@ -675,6 +681,9 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
         for storage, s in zip(made, outs[len(written) :], strict=True):
             content = self._new_content(s, sizes[s], recipe, storage)
             if recipe is None or not storage.resizable():
+                self._keep(content, "")
+        if recipe is None:
+            for content in replaced:
                 self._keep(content, "")
         if replaced:
             _check_sizes(replaced)
@@ -795,6 +804,7 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
         for each in found:
             if each.at is not None:
                 self._keep(each, name)
+        self._fixed = True
         for each in found:
             each.made_by = None
             self._readers_of.pop(each.number, None)  # only now: where something did not fit, it may be tried again

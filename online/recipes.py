@@ -116,6 +116,11 @@ class Recipe:
         self.with_grad = torch.is_grad_enabled()
         self.default_dtype = torch.get_default_dtype()
 
+    def hold_fixed(self) -> None:
+        """Hold the storages of arguments that cannot be made again any more since they were described."""
+        self.args = [_holding(argument) for argument in self.args]
+        self.kwargs = {name: _holding(argument) for name, argument in self.kwargs.items()}
+
     def run(self) -> list[UntypedStorage]:
         """Run the op once more: the storages it makes, those of new contents it writes first."""
         own = {content: _copy(content.storage()) for content in (*self.written, *self.scratch)}
@@ -156,6 +161,15 @@ def _filled(argument: Any, own: dict[Content, UntypedStorage], old: set[int]) ->
         old.add(storage._cdata)
         return argument.tensor(storage)
     return [_filled(entry, own, old) for entry in argument] if type(argument) is list else argument
+
+
+def _holding(argument: Any) -> Any:
+    """An argument of a recipe, with the storages of what cannot be made again."""
+    if type(argument) is View:
+        if argument.keeps is None and argument.content.made_by is None:
+            return View((*argument[:-1], argument.content.storage()))
+        return argument
+    return [_holding(entry) for entry in argument] if type(argument) is list else argument
 
 
 def _copy(storage: UntypedStorage) -> UntypedStorage:

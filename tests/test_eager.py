@@ -655,6 +655,28 @@ def test_batches_do_not_stay_for_the_sake_of_their_losses(summed: bool) -> None:
     assert simulate(run.graph, run.schedule).peak_bytes == run.peak_bytes
 
 
+@EXACT
+def test_results_of_arguments_fixed_to_make_room_can_be_made_again() -> None:
+    """Where an op does not fit, what unpack hooks have made is let go of, and what came from it stays. That op reads such."""
+    found = case("mlp")
+
+    def answer(*blocks: contextlib.AbstractContextManager[object]) -> list[Tensor]:
+        hooks = torch.autograd.graph.saved_tensors_hooks(
+            lambda t: (t.double().numpy(), t.dtype), lambda packed: torch.from_numpy(packed[0]).to(packed[1])
+        )
+        return found.answer(*blocks, hooks)
+
+    want, recomputations = answer(), 0
+    with found.budget(None) as free:
+        assert same(answer(), want)
+    for percent in range(70, 100):
+        run = found.budget(free.peak_bytes * percent // 100)
+        with contextlib.suppress(BudgetExceeded):
+            assert same(answer(run), want)
+            recomputations += run.counters.recomputations
+    assert recomputations > 5
+
+
 def test_what_python_functions_write_past_the_dispatcher_stays() -> None:
     x = torch.randn(100)
 
