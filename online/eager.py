@@ -665,6 +665,8 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
         """After an op ran: its outputs are where the program has them."""
         if self._fixed and recipe is not None:  # to make room for it
             recipe.hold_fixed()
+            for s in self._engine.inputs(op):
+                self._readers_of[s].append(op)  # forgotten there, if it was declared by then
             if any(old.made_by is None for old in written):  # it is written over by now
                 recipe = None
         outs = self._engine.outputs(op)

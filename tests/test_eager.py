@@ -677,6 +677,33 @@ def test_results_of_arguments_fixed_to_make_room_can_be_made_again() -> None:
     assert recomputations > 5
 
 
+@EXACT
+def test_writes_to_what_was_fixed_to_make_room_for_an_op_that_read_it() -> None:
+    """The op reads the old content, and so does its result when it is made again."""
+    weight, batch = torch.randn(4096), torch.randn(64, 64).numpy()
+
+    def step() -> list[Tensor]:
+        found, held = [], []
+        for i in range(4):
+            held.append(torch.ones(2048) + i)
+            held[-1].numpy()  # stays
+            small = torch.from_numpy(batch.copy()).sum(1)
+            more = small + 1
+            small.add_(more)
+            found.append(small.repeat(4) * more.repeat(4))
+            push(weight[:3072])
+        return [each + 1 for each in found]
+
+    want, recomputations = step(), 0
+    for budget_bytes in range(60_000, 110_000, 500):
+        with contextlib.suppress(BudgetExceeded):
+            with budget(budget_bytes, holding=weight, costs="modelled") as run:
+                got = step()
+            assert same(got, want)
+            recomputations += run.counters.recomputations
+    assert recomputations > 5
+
+
 def test_what_python_functions_write_past_the_dispatcher_stays() -> None:
     x = torch.randn(100)
 
