@@ -368,7 +368,7 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
         if kind.looks:
             return self._look(kind, func, args, kwargs)
         scratch: list[Content] = []
-        if kind.scratch and args[5] is not False:  # training
+        if kind.scratch and (len(args) < 6 or args[5] is not False):  # training
             scratch = [self._content(args[at]) for at in kind.scratch if args[at] is not None]
             for content in scratch:  # it is written to, so what was computed from it before cannot be made again
                 self._fix(content, kind.name)

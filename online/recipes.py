@@ -281,6 +281,7 @@ _BATCH_NORMS = frozenset(
         "miopen_batch_norm",
         "batch_norm_gather_stats",
         "batch_norm_gather_stats_with_counts",
+        "batch_norm_update_stats",
     )
 )
 

@@ -570,6 +570,21 @@ def test_statistics_that_only_a_batch_norm_uses_are_there_when_it_runs_again() -
     assert swept(step, (norms, x)) > 50
 
 
+def test_statistics_that_are_updated_alone_are_updated_once() -> None:
+    """The operator's schema does not say that it writes to them."""
+    x = torch.randn(64, 32)
+
+    def step() -> list[Tensor]:
+        mean, var, found = torch.zeros(32), torch.ones(32), []
+        for i in range(4):
+            before = mean * 2 + var
+            batch_mean, inverse = torch.batch_norm_update_stats(x + i, mean, var, 0.1)
+            found.append((batch_mean + before).repeat(64) + inverse.repeat(64))
+        return [*(each + 1 for each in found), mean, var]
+
+    assert swept(step, x) > 5
+
+
 def test_a_generator_given_by_place_is_drawn_from_again() -> None:
     x = torch.rand(1000) * 10
 
