@@ -235,6 +235,7 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
         self._failure: Failure | None = None
         self._thrashed = False
         self._torn = False  # Ctrl-C came in the middle of what is noted here
+        self._raised: BaseException | None = None  # the latest error for an operator, without the frames it came through
         engine.driver = self
 
     # The block
@@ -275,6 +276,8 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
             raise
         finally:
             _UNDER_WAY.clear()
+        if self._raised is not None and _is_nameless(error):
+            raise self._raised from error
 
     def _interrupted(self, *before: Callable[[], None]) -> None:
         """Ctrl-C has cut off something here: what is noted may be half of what has happened. Bring back all that is alive, and
@@ -1008,6 +1011,20 @@ def _drawn_from(kind: Kind, args: Any, kwargs: Any) -> set[torch.device | torch.
     return {cpu if device is None else torch.device(device)} | host
 
 
+def _without_frames(error: BaseException) -> BaseException:
+    """The same error once more; with frames, and so with the tensors they hold, it could not be kept."""
+    kind = type(error)
+    copy = kind.__new__(kind, *error.args)
+    vars(copy).update(vars(error))
+    return copy
+
+
+def _is_nameless(error: object) -> bool:
+    """Whether it is what TorchScript makes of an error in Python, of which it leaves nothing."""
+    text = str(error) if isinstance(error, RuntimeError) else ""
+    return "TorchScript interpreter" in text and text.rstrip().endswith("RuntimeError:")
+
+
 def _takes_calls_apart(kind: type[Tensor]) -> bool:
     """Whether tensors of a class have no bytes of their own, and make other calls out of those they get."""
     return kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ and not issubclass(kind, FakeTensor)
@@ -1064,8 +1081,10 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         with without_torch_function():  # what is done here to a tensor is no reading of the program's
             try:
                 return self._call(func, args, kwargs)
-            except KeyboardInterrupt:
-                self._run._interrupted()
+            except BaseException as error:
+                self._run._raised = _without_frames(error)
+                if isinstance(error, KeyboardInterrupt):
+                    self._run._interrupted()
                 raise
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -14,6 +14,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -646,6 +647,38 @@ def test_derivatives_forward_in_which_zeros_have_no_memory() -> None:
             return [tangent.clone()]
 
     assert swept(step, (x, weight)) > 5
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:FutureWarning")
+@pytest.mark.parametrize("error", [BudgetExceeded, KeyboardInterrupt])
+def test_an_error_inside_of_torchscript_is_told_at_the_end_of_the_block(
+    error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TorchScript makes a RuntimeError without a word of it."""
+    x = torch.randn(1000)
+
+    @torch.jit.script
+    def scripted(x: Tensor) -> Tensor:
+        return x.sin() + x.cos()
+
+    @torch.jit.script
+    def added(x: Tensor, y: Tensor) -> Tensor:
+        return x + y
+
+    with budget(None) as run:
+        scripted(x)
+    if error is KeyboardInterrupt:
+        monkeypatch.setattr(GrowingEngine, "fits", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(error) as caught, budget(run.peak_bytes if error is KeyboardInterrupt else run.peak_bytes - 4000):
+        scripted(x)
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    monkeypatch.undo()
+    with pytest.raises(RuntimeError, match="size of tensor") as other, budget(run.peak_bytes):
+        with pytest.raises(BudgetExceeded):
+            torch.zeros(run.peak_bytes)
+        added(x, x[:3])
+    assert not isinstance(other.value, BudgetExceeded)
 
 
 @EXACT
