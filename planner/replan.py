@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Any, cast
 
 from torch import Tensor
 
 from graphs.capture import Inputs, capture
 from graphs.inputs import plain
-from graphs.torch_private import tree_flatten
+from graphs.torch_private import storage_key, tree_flatten
 from planner.execute import PlannedModule, inputs_of_call
 from planner.plan import plan, with_costs
 from planner.result import Plan
@@ -23,8 +23,8 @@ class ReplanningModule(PlannedModule):
 
     Inputs of a shape that is new are captured and planned for when they come first, with ``options`` (of ``planner.plan``;
     by default the method and the seed of the first plan), and one line about it is logged (logger "belady", level INFO). A
-    number or text among the inputs that is new counts as a new shape. ``code`` and ``peak_bytes`` are those of the first plan;
-    ``planned`` is how many there are.
+    number or text among the inputs that is new counts as a new shape, and so do inputs of which others share their memory.
+    ``code`` and ``peak_bytes`` are those of the first plan; ``planned`` is how many there are.
 
     A call raises what ``plan`` raises for its inputs: InfeasibleBudget where they need more than the budget, CaptureError.
     """
@@ -41,10 +41,14 @@ class ReplanningModule(PlannedModule):
         self._plan = first
         self._options = {"method": first.method, "seed": first.seed, **options}
         self._others = {}
-        wanted = (node.meta["val"] for node in step.module.graph.find_nodes(op="placeholder"))
-        like = {source.index: tensor for source, tensor in zip(step.sources, wanted, strict=True) if source.kind == "input"}
-        leaves = [_kind(like.get(i, step.form.fixed.get(i))) for i in range(len(step.form.labels))]
-        self._first = (str(step.form.spec), *leaves)
+        like: dict[int, Tensor] = {}
+        memory: dict[int, int] = {}
+        for source, node in zip(step.sources, step.module.graph.find_nodes(op="placeholder"), strict=True):
+            if source.kind == "input":
+                like[source.index], memory[source.index] = node.meta["val"], step.value_of[node]
+        leaves = range(len(step.form.labels))
+        kinds = (_kind(like.get(i, step.form.fixed.get(i))) for i in leaves)
+        self._first = (str(step.form.spec), *kinds, _sharing(map(memory.get, leaves)))
 
     @property
     def planned(self) -> int:
@@ -56,7 +60,7 @@ class ReplanningModule(PlannedModule):
             return super().forward(*args, **kwargs)
         inputs = inputs_of_call(self.step, args, kwargs)
         leaves, spec = tree_flatten(plain(inputs))
-        shape: Hashable = (str(spec), *map(_kind, leaves))
+        shape: Hashable = (str(spec), *map(_kind, leaves), _sharing(map(_memory, leaves)))
         if shape == self._first:
             return super().forward(*args, **kwargs)
         with self.one_at_a_time:
@@ -88,3 +92,13 @@ def _kind(leaf: object) -> Hashable:
     if not isinstance(leaf, Tensor):
         return type(leaf), repr(leaf)
     return tuple(leaf.shape), leaf.dtype, None if leaf.is_contiguous() else leaf.stride()
+
+
+def _memory(leaf: object) -> int | None:
+    return storage_key(leaf) if isinstance(leaf, Tensor) else None
+
+
+def _sharing(memory: Iterable[int | None]) -> Hashable:
+    """Which tensors share their memory, which a step counts once: for each the place of the first that has the same."""
+    first: dict[int | None, int] = {}
+    return tuple(first.setdefault(key, i) for i, key in enumerate(memory))

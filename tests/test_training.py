@@ -233,6 +233,27 @@ def test_hooks_of_parameters_are_called_whatever_the_shape() -> None:
     assert module.planned == 2
 
 
+class Scored(nn.Module):
+    """Its own loss of inputs, a number and targets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32))
+
+    def forward(self, x: Tensor, power: int, y: Tensor) -> Tensor:
+        return F.mse_loss(self.layers(x) ** power, y)
+
+
+def test_inputs_that_share_their_memory_have_a_plan_of_their_own() -> None:
+    """As the labels do that are given as the inputs once more."""
+    model = Scored()
+    x, y = torch.randn(2, 64, 32)
+    module = plan(model, 0.95, inputs=(x, 3, x), time_limit_s=5).module(replan={"time_limit_s": 5})
+    for given in ((x, 3, x), (x, 3, y), (x.clone(), 3, y.clone()), (y, 3, y)):
+        same(module(*given), model(*given))
+    assert module.planned == 2
+
+
 def test_inputs_laid_out_otherwise_have_a_plan_of_their_own() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU())
     images = torch.randn(2, 3, 8, 8)
