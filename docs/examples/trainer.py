@@ -2,8 +2,8 @@
 
     python docs/examples/trainer.py
 
-The Trainer gets a module that looks like the model: it takes the same keywords and saves the same state. It returns the loss
-alone, so the Trainer is told not to look for anything else.
+The Trainer gets a module that looks like the model: it takes the same keywords and has the same state. It returns the loss
+alone, so the Trainer is told not to look for anything else, and to save the model itself.
 """
 
 from __future__ import annotations
@@ -32,11 +32,20 @@ class Words(torch.utils.data.Dataset[dict[str, Tensor]]):
 
 
 class LossTrainer(Trainer):
-    """The model returns its loss."""
+    """The model returns its loss, and is what is saved."""
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Tensor], *args: Any, **kwargs: Any) -> Tensor:
         loss: Tensor = model(**inputs)
         return loss
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
+        """A planned module would be saved as any module: without the configuration, and tied weights are refused."""
+        module: Any = self.model
+        self.model = module.step.model
+        try:
+            super()._save(output_dir, state_dict)
+        finally:
+            self.model = module
 
 
 class PlainTrainer(Trainer):
@@ -53,7 +62,7 @@ def train(kind: type[Trainer], model: nn.Module, data: Words) -> list[float]:
             gradient_accumulation_steps=2,
             num_train_epochs=2,
             logging_steps=1,
-            save_strategy="no",
+            save_strategy="epoch",
             report_to="none",
             disable_tqdm=True,
             use_cpu=True,
@@ -62,6 +71,9 @@ def train(kind: type[Trainer], model: nn.Module, data: Words) -> list[float]:
         )
         trainer = kind(model=model, args=arguments, train_dataset=data)
         trainer.train()
+        trainer.save_model()
+        saved = GPT2LMHeadModel.from_pretrained(folder).state_dict()
+        assert all(torch.equal(tensor, saved[name]) for name, tensor in model.state_dict().items())
         return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
