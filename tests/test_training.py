@@ -389,7 +389,6 @@ def test_the_plain_loop_of_the_examples_runs() -> None:
 
 def test_the_trainer_of_the_examples_runs() -> None:
     pytest.importorskip("transformers")
-    pytest.importorskip("accelerate")
     assert "same losses as the plain Trainer: True" in run_example("trainer.py")
 
 
