@@ -60,6 +60,8 @@ from torch.utils._pytree import (
 )
 from torch.utils.checkpoint import _CachingTorchDispatchMode
 
+from graphs.patching import patched
+
 __all__ = [
     "DATA_DEPENDENT",
     "LOOKS_FOR_CAUSAL",
@@ -217,18 +219,14 @@ def in_backward() -> bool:
 def around_backwards(inside: Callable[[], contextlib.AbstractContextManager[object]]) -> Iterator[None]:
     """Enter ``inside()`` around each backward pass: while ``Tensor.backward`` runs, a torch-function mode steps aside, and
     would not see what hooks and custom functions do."""
-    owner: Any = torch.autograd
-    original = owner._engine_run_backward
+    original: Any = vars(torch.autograd)["_engine_run_backward"]
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with inside():
             return original(*args, **kwargs)
 
-    owner._engine_run_backward = run
-    try:
+    with patched(torch.autograd, "_engine_run_backward", run):
         yield
-    finally:
-        owner._engine_run_backward = original
 
 
 def current_stream() -> int:
@@ -249,8 +247,6 @@ def holding(module: nn.Module, tensors: dict[str, Tensor]) -> Iterator[None]:
 def around_packing(inside: Callable[[], contextlib.AbstractContextManager[object]]) -> Iterator[None]:
     """Enter ``inside()`` around each call of the pack hooks that are set now (``torch.autograd.graph.saved_tensors_hooks``) and
     of those set meanwhile: autograd calls them from within the operators, where a torch-function mode steps aside."""
-    owner: Any = torch.autograd.graph.saved_tensors_hooks
-    original = owner.__enter__
     engine: Any = torch._C._autograd
 
     def push(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
@@ -261,15 +257,14 @@ def around_packing(inside: Callable[[], contextlib.AbstractContextManager[object
         engine._push_saved_tensors_default_hooks(packed, unpack)
 
     now = engine._top_saved_tensors_default_hooks(True)
-    owner.__enter__ = lambda hooks: push(hooks.pack_hook, hooks.unpack_hook)
-    if now is not None:
-        push(*now)
-    try:
-        yield
-    finally:
-        owner.__enter__ = original
+    with patched(torch.autograd.graph.saved_tensors_hooks, "__enter__", lambda hooks: push(hooks.pack_hook, hooks.unpack_hook)):
         if now is not None:
-            engine._pop_saved_tensors_default_hooks()
+            push(*now)
+        try:
+            yield
+        finally:
+            if now is not None:
+                engine._pop_saved_tensors_default_hooks()
 
 
 def is_active(mode: TorchDispatchMode) -> bool:
@@ -451,12 +446,8 @@ def _nothing_donated() -> Iterator[None]:
     """
     from torch._functorch._aot_autograd import graph_compile
 
-    original = graph_compile.collect_bw_donated_buffer_idxs
-    graph_compile.collect_bw_donated_buffer_idxs = lambda *_, **__: []
-    try:
+    with patched(graph_compile, "collect_bw_donated_buffer_idxs", lambda *_, **__: []):
         yield
-    finally:
-        graph_compile.collect_bw_donated_buffer_idxs = original
 
 
 def _entries(module: fx.GraphModule) -> list[Any]:
@@ -613,34 +604,23 @@ def _drop_tokens(graph: fx.Graph) -> None:
 def as_if_compiling() -> Iterator[None]:
     """Make ``torch.compiler.is_compiling()`` true. Checks of data that libraries then leave to the compiler
     (``torch._check_tensor_all``) become operators, which check at run time."""
-    before, check = torch.compiler._is_compiling_flag, torch._check_tensor_all_with
 
     def check_when_run(error: type[Exception], condition: Tensor, message: Callable[[], object] | None = None) -> None:
         torch._assert_async(condition.all(), "a check of data failed" if message is None else str(message()))
 
-    torch.compiler._is_compiling_flag = True
-    torch._check_tensor_all_with = check_when_run
-    try:
+    with patched(torch.compiler, "_is_compiling_flag", True), patched(torch, "_check_tensor_all_with", check_when_run):
         yield
-    finally:
-        torch.compiler._is_compiling_flag = before
-        torch._check_tensor_all_with = check
 
 
 @contextlib.contextmanager
 def selective_checkpoints_off() -> Iterator[None]:
     """Let selective checkpoints keep nothing on the side: a trace has everything, and a plan chooses what is kept."""
-    owner: Any = _CachingTorchDispatchMode
-    original = owner.__torch_dispatch__
 
     def dispatch(mode: TorchDispatchMode, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
 
-    owner.__torch_dispatch__ = dispatch
-    try:
+    with patched(_CachingTorchDispatchMode, "__torch_dispatch__", dispatch):
         yield
-    finally:
-        owner.__torch_dispatch__ = original
 
 
 @contextlib.contextmanager
@@ -667,8 +647,7 @@ def stand_ins_by(call: Callable[[FakeTensorMode, Any, Any, Any, Callable[[], Any
 
     It does not see the calls that a stand-in makes in turn, nor those it makes itself.
     """
-    owner: Any = FakeTensorMode
-    original = owner.__torch_dispatch__
+    original: Any = FakeTensorMode.__torch_dispatch__
     inside = False
 
     def dispatch(mode: FakeTensorMode, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -682,11 +661,8 @@ def stand_ins_by(call: Callable[[FakeTensorMode, Any, Any, Any, Callable[[], Any
         finally:
             inside = False
 
-    owner.__torch_dispatch__ = dispatch
-    try:
+    with patched(FakeTensorMode, "__torch_dispatch__", dispatch):
         yield
-    finally:
-        owner.__torch_dispatch__ = original
 
 
 def onednn_enabled() -> bool:
@@ -742,8 +718,6 @@ def _casts_kept() -> Iterator[None]:
 
     The tracer turns that off. It is also for leaves of autograd only, and the tracer's stand-ins of leaves have a history.
     """
-    owners: list[Any] = [m for m in (proxy_tensor, collect_metadata_analysis) if hasattr(m, "disable_autocast_cache")]
-    originals = [owner.disable_autocast_cache for owner in owners]
     mirror = torch._mirror_autograd_meta_to  # type: ignore[attr-defined]
 
     def mirror_leaf(tensor: Tensor, stand_in: Tensor) -> None:
@@ -752,31 +726,24 @@ def _casts_kept() -> Iterator[None]:
         else:
             mirror(tensor, stand_in)
 
-    torch._mirror_autograd_meta_to = mirror_leaf  # type: ignore[attr-defined]
-    for owner in owners:
-        owner.disable_autocast_cache = contextlib.nullcontext
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(patched(torch, "_mirror_autograd_meta_to", mirror_leaf))
+        for owner in (proxy_tensor, collect_metadata_analysis):
+            if hasattr(owner, "disable_autocast_cache"):
+                stack.enter_context(patched(owner, "disable_autocast_cache", contextlib.nullcontext))
         yield
-    finally:
-        torch._mirror_autograd_meta_to = mirror  # type: ignore[attr-defined]
-        for owner, original in zip(owners, originals, strict=True):
-            owner.disable_autocast_cache = original
 
 
 @contextlib.contextmanager
 def _unread_kept(is_kept: Callable[[fx.Node], bool]) -> Iterator[None]:
     """Have these calls left alone where what nobody reads is taken out of a graph."""
-    owner: Any = fx.Node
-    original = owner.is_impure
+    original: Any = fx.Node.is_impure
 
     def is_impure(node: fx.Node, *args: Any, **kwargs: Any) -> bool:
         return bool(original(node, *args, **kwargs)) or (node.op == "call_function" and is_kept(node))
 
-    owner.is_impure = is_impure
-    try:
+    with patched(fx.Node, "is_impure", is_impure):
         yield
-    finally:
-        owner.is_impure = original
 
 
 @contextlib.contextmanager

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from graphs.errors import CaptureError
-from graphs.fingerprint import ABSENT, OWN, content_of, described, label, same_content, same_plain
+from graphs.fingerprint import OWN, content_of, described, label, same_content, same_plain
+from graphs.patching import ABSENT, patched
 from graphs.torch_private import FakeTensorMode, OpOverload, TorchDispatchMode, no_dispatch, stand_ins_by, tree_leaves
 
 _FIRST_SEED = 0x5EED << 48  # of those that draws of a trace leave behind; unlike any that somebody gives
@@ -143,7 +144,7 @@ class Watch:
 
         assert "__getattribute__" not in vars(nn.Module), "two captures at once"
         assign = nn.Module.__setattr__
-        with _patched(nn.Module, "__getattribute__", read), _patched(nn.Module, "__setattr__", write):
+        with patched(nn.Module, "__getattribute__", read), patched(nn.Module, "__setattr__", write):
             yield
 
     def _compare_numbers(self, before: tuple[object, ...], where: str) -> None:
@@ -212,23 +213,6 @@ def _is_derived(part: nn.Module, key: str) -> bool:
 
 
 @contextlib.contextmanager
-def _patched(owner: object, name: str, by: object) -> Iterator[None]:
-    """Another attribute of a class or module for a while; it has its own again afterwards."""
-    before = vars(owner).get(name, ABSENT)
-    if by is ABSENT:
-        delattr(owner, name)
-    else:
-        setattr(owner, name, by)
-    try:
-        yield
-    finally:
-        if before is ABSENT:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, before)
-
-
-@contextlib.contextmanager
 def _compiled_apart(calls: _Calls) -> Iterator[None]:
     """Leave unwatched what is handed to the compiler, as torch.cond does with its branches: it cannot compile the watching."""
     compile_ = torch.compile
@@ -239,12 +223,12 @@ def _compiled_apart(calls: _Calls) -> Iterator[None]:
             return compiled
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            with _patched(nn.Module, "__getattribute__", ABSENT), calls.suspended():
+            with patched(nn.Module, "__getattribute__", ABSENT), calls.suspended():
                 return compiled(*args, **kwargs)
 
         return run
 
-    with _patched(torch, "compile", compile_unwatched):
+    with patched(torch, "compile", compile_unwatched):
         yield
 
 
@@ -314,7 +298,7 @@ def _unseen_refused(name: str, where: str) -> Iterator[None]:
         (packs if type(one) is hooks else enter)(one)  # checkpoints and the like, which change no numbers, have their own class
 
     data: Any = Tensor.data
-    with _patched(Tensor, "data", property(data.__get__, assigns)), _patched(hooks, "__enter__", enter_known):
+    with patched(Tensor, "data", property(data.__get__, assigns)), patched(hooks, "__enter__", enter_known):
         yield
 
 
