@@ -44,6 +44,9 @@ class Recorder(Protocol):
         generators  those it draws from beside the default one
         """
 
+    def wait(self) -> None:
+        """Until all that was replayed is done: the memory of what was recorded may be given up."""
+
 
 class CudaRecorder:
     """Records CUDA graphs that run on the caller's stream; those recorded after one ``warm_up`` share one pool of memory."""
@@ -81,6 +84,9 @@ class CudaRecorder:
                 self._recover(outside, generators)
                 raise
         return made, graph.replay
+
+    def wait(self) -> None:
+        torch.cuda.synchronize(self._device)
 
     def _graph_of(self, generators: Sequence[torch.Generator]) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
@@ -180,6 +186,8 @@ class GraphedModule(PlannedModule):
         """Give up the graphs and their memory; the next call captures again. Gradients in ``.grad`` are moved out of it first."""
         if self._recorded is not None:
             self._move_gradients(self._recorded)
+            # The allocator waits for the stream of the capture at most, and replays run on the caller's.
+            self._recorder.wait()
             self._recorded = self._pending = None
 
     def _move_gradients(self, recorded: _Recorded) -> None:

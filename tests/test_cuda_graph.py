@@ -58,6 +58,9 @@ class HostRecorder:
 
         return made, replay
 
+    def wait(self) -> None:
+        pass
+
 
 class Net(nn.Module):
     """Batch norm and dropout, deep enough to be cut."""
@@ -193,6 +196,20 @@ def test_captures_again_only_where_memory_moved() -> None:
     assert module.static_inputs == ()
     module(x, y)
     assert recorder.captures == 6
+
+
+def test_memory_is_given_up_once_the_replays_are_done() -> None:
+    module, recorder = graphed(Net())
+    module(*next(batches(1))).backward()
+    seen: list[bool] = []
+    recorder.wait = lambda: seen.append(module._recorded is not None)  # type: ignore[method-assign]
+    module.release()
+    module.release()
+    assert seen == [True] and module._recorded is None
+    module(*next(batches(1)))
+    module.step.model.lins[0].weight.data = module.step.model.lins[0].weight.data.clone()
+    module(*next(batches(1)))
+    assert seen == [True, True]
 
 
 def test_static_inputs_are_used_where_they_are() -> None:
