@@ -65,6 +65,7 @@ from online.recipes import (
     Content,
     CostModel,
     Entry,
+    Gone,
     Key,
     Kind,
     Known,
@@ -623,7 +624,8 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
         """A step of the engine for an operator of that name. Whatever fails, nothing stays locked.
 
         The engine knows what the program has dropped, and nothing more is dropped by the garbage collector meanwhile: a rebuild
-        must not find gone what was counted as there.
+        must not find gone what was counted as there. Where another thread has dropped it (autograd's, on CUDA, is not done yet
+        when the backward is), the step is tried again.
         """
         collecting = gc.isenabled()
         if collecting:
@@ -645,6 +647,11 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
             assert self.budget_bytes is not None
             self._failure = failure
             raise BudgetExceeded(name, asked, self.budget_bytes, str(failure)) from None
+        except Gone:
+            self._engine.give_up()
+            if not self._died:
+                raise
+            self._guarded(name, step, number)
         except Thrashed:
             self._engine.give_up()
             self._thrashed = True
@@ -888,10 +895,10 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
                     continue
                 if content is None:
                     self._unread.append(known_)
-                elif content.at is None:
+                elif content.at is None or (place := content.at()) is None:
                     content.floating = storage
                 else:
-                    replace_content(content.storage(), storage)
+                    replace_content(place, storage)
 
     def free(self, storage: int) -> None:
         """Let go of the bytes of a content."""

@@ -20,6 +20,10 @@ from graphs.torch_private import FakeTensorMode, negated_view, quiet_stand_ins, 
 from planner.draws import repeat_draw
 
 
+class Gone(Exception):
+    """The program has dropped, in another thread, what was counted as there."""
+
+
 class Content:
     """What a storage holds from one write to the next: a storage of the engine.
 
@@ -40,9 +44,12 @@ class Content:
         self.floating: UntypedStorage | None = None
 
     def storage(self) -> UntypedStorage:
-        """Where it lies now."""
-        storage = self.floating if self.at is None else self.at()
-        assert storage is not None, "read while it is not in memory"
+        """Where it lies now. Raises Gone."""
+        storage = None if self.at is None else self.at()
+        if storage is None:
+            storage = self.floating
+        if storage is None:
+            raise Gone
         return storage
 
 

@@ -618,6 +618,40 @@ def test_operators_that_draw_without_saying_so_repeat_their_draws() -> None:
     assert [op.random for op in run.graph.ops] == [False, True]
 
 
+_dropped: list[list[Tensor]] = []  # while ``dropping`` runs
+
+
+@torch.library.custom_op("belady_tests::dropping", mutates_args=())
+def dropping(x: Tensor) -> Tensor:
+    for held in _dropped:
+        held.clear()
+    return x + 1
+
+
+def test_what_another_thread_drops_in_the_middle_of_a_rebuild() -> None:
+    """On CUDA the threads of autograd are not done with what a backward saved when it is over."""
+    x = torch.arange(1000.0)
+    try:
+        with budget(12_000, heuristic="lru", holding=x) as run:
+            held = [dropping(x)]  # type: ignore[no-untyped-call]
+            push(x)
+            _dropped.append(held)
+        assert held == [] and run.counters.recomputations == 1  # it was dropped while it was made again
+        with budget(16_000, heuristic="lru", holding=x) as run:
+            held = [x * 3]
+            made = dropping(x)  # type: ignore[no-untyped-call]
+            y = made + held[0]
+            del made
+            push(x)
+            held[0].sum()  # it is there, the rest is not
+            _dropped[:] = [held]
+            z = y * 1  # made again from what is dropped when the other half is made again
+        assert held == [] and run.counters.recomputations > 1
+        assert torch.equal(z, x * 4 + 1)
+    finally:
+        _dropped.clear()
+
+
 def test_conjugate_and_negated_views_are_read_again_as_they_were() -> None:
     z = torch.randn(500, dtype=torch.complex64)
 
