@@ -29,6 +29,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
 from pathlib import Path
@@ -200,18 +201,24 @@ class Plans:
         self._made: dict[float, Plan] = {}
         self._coming: dict[float, Future[Plan]] = {}
         if folder is None and pool is not None:
-            self._coming = {s: pool.submit(solved, step.graph, budget_of(step.graph, s), PLAN_S) for s in shares}
+            with contextlib.suppress(BrokenProcessPool):
+                for share in shares:
+                    self._coming[share] = pool.submit(solved, step.graph, budget_of(step.graph, share), PLAN_S)
 
     def __getitem__(self, share: float) -> Plan:
         if share not in self._made:
             if self._folder is not None:
                 plan = load_plan(plan_file(self._folder, self._name, share), self._step)
-            elif share in self._coming:
-                plan = self._coming[share].result()
             else:
-                plan = solved(self._step.graph, budget_of(self._step.graph, share), PLAN_S)
+                plan = self._solved(share)
             self._made[share] = replace(plan, step=self._step)
         return self._made[share]
+
+    def _solved(self, share: float) -> Plan:
+        if share in self._coming:
+            with contextlib.suppress(BrokenProcessPool):  # a solver was ended, for lack of memory perhaps, and the others with it
+                return self._coming[share].result()
+        return solved(self._step.graph, budget_of(self._step.graph, share), PLAN_S)
 
 
 # The benchmark.

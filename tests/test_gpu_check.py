@@ -6,17 +6,23 @@ import json
 import subprocess
 import sys
 import time
+from concurrent.futures import Future
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+from torch import nn
 
 from belady import gpu_check
 from belady.gpu_check import LARGE, ONLINE, PLANNED, SMALL, Guard, OutOfTime, label, main, run_tests
 from belady.gpu_rivals import blocks, wrapped
 from belady.rows import read_rows
+from graphs.capture import capture
+from graphs.costs import roofline
 from graphs.workloads import build
+from planner.result import Plan
 
 TINY = {
     "unet": {"batch": 4, "size": 64, "depth": 2},
@@ -262,3 +268,19 @@ def test_sizes_and_methods_are_complete() -> None:
     assert list(LARGE) == ["resnet50", "vgg16", "unet", "vit", "bert", "gpt2", "llama"] == list(SMALL)
     methods = [cell.method for cell in gpu_check.cells(gpu_check.METHODS, gpu_check.SHARES)]
     assert set(methods) == set(gpu_check.METHODS) and len(methods) == 6 + 5 * (len(PLANNED) + len(ONLINE) + 1)
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_plans_are_solved_here_where_a_solver_process_was_ended(at_once: bool) -> None:
+    step = capture(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), torch.randn(64, 8), loss=lambda out: out.square().mean())
+
+    class Ended:
+        def submit(self, *_: object) -> Future[Plan]:
+            if at_once:
+                raise BrokenProcessPool("a process was ended")
+            coming: Future[Plan] = Future()
+            coming.set_exception(BrokenProcessPool("a process was ended"))
+            return coming
+
+    plans = gpu_check.Plans(roofline(step), "net", [1.0], folder=None, pool=cast(Any, Ended()))
+    assert plans[1.0].schedule is not None
