@@ -11,6 +11,7 @@ from planner.block_chain import block_schedule, is_chain
 from planner.order_search import anneal_on
 from planner.pebbling import fitting, least_peak
 from planner.schedule import Schedule, computes, put_in_graph_order, with_frees
+from planner.smallest import fitting_next_to
 from planner.stage_model import Event, stage_model, walk
 from planner.stage_search import StageSearch
 
@@ -63,13 +64,15 @@ def prove_least(search: StageSearch, *, longer: bool = False) -> Schedule | None
 def pebble(search: StageSearch, least: Schedule | None) -> None:
     """Walk backwards for schedules that fit, which are dear, and make them cheaper; ``least`` is offered where there are none.
 
-    Where there is none at all, and the budget is close to what is proved to be needed, a longer walk is made for the proof that
-    there cannot be, or for the least one.
+    Where there is none at all, the ways to the smallest budget are tried; and where the budget is close to what is proved to be
+    needed, a longer walk is made for the proof that there cannot be any, or for the least one.
     """
     until = time.perf_counter() + PEBBLE_SHARE * search.left_s
     for found in fitting(search.graph, search.budget_bytes, time_limit_s=until - time.perf_counter()):
         search.offer(found, "pebbling")
     search.tell_cut_short(time.perf_counter() >= until)
+    if search.time_ns is None and least is None and not search.nested and not search.done():
+        _from_smallest(search)
     is_close = search.least_bytes >= CLOSE * search.budget_bytes
     if search.time_ns is None and least is None and is_close and not search.nested:
         least = prove_least(search, longer=True)
@@ -79,6 +82,16 @@ def pebble(search: StageSearch, least: Schedule | None) -> None:
         search.offer(least, "pebbling")
     _shorten(search)
     try_blocks(search, scarce=True)
+
+
+def _from_smallest(search: StageSearch) -> None:
+    """Offer what ``min_budget`` would come across, so that what it says works does."""
+    share_s = PEBBLE_SHARE * search.left_s
+    until = time.perf_counter() + share_s
+    found = fitting_next_to(search.graph, search.budget_bytes, time_limit_s=share_s, proved_bytes=search.least_bytes or None)
+    search.tell_cut_short(time.perf_counter() >= until)
+    if found is not None:
+        search.offer(found, "smaller and smaller budgets")
 
 
 def _shorten(search: StageSearch) -> None:

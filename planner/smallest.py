@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator
 
@@ -12,6 +13,7 @@ from planner.pebbling import fitting
 from planner.schedule import Schedule, keep_all, with_frees
 from planner.simulate import simulate
 
+LARGER = (0.001, 0.002, 0.005, 0.01, 0.02)  # by these shares
 CLOSE = 0.005  # budgets are bisected to within this share
 STATES = 500  # of a search for one of these budgets, and no fewer than there are ops: about as many are on its path
 
@@ -45,6 +47,24 @@ def smaller_and_smaller(graph: Graph, *, time_limit_s: float, proved_bytes: int 
             else:
                 works = simulate(graph, schedule).peak_bytes
                 yield works, schedule
+
+
+def fitting_next_to(graph: Graph, budget_bytes: int, *, time_limit_s: float, proved_bytes: int | None = None) -> Schedule | None:
+    """A schedule that fits, of those that ``smaller_and_smaller`` comes across and those for slightly larger budgets; None: none.
+
+    What a search finds for one budget may fit a smaller one for which it finds nothing.
+    """
+    deadline = time.perf_counter() + time_limit_s
+    for peak_bytes, schedule in smaller_and_smaller(graph, time_limit_s=time_limit_s, proved_bytes=proved_bytes):
+        if peak_bytes <= budget_bytes:
+            return schedule
+    for share, find in itertools.product(LARGER, (_walked, _pebbled)):
+        if time.perf_counter() >= deadline:
+            break
+        found = find(graph, int((1 + share) * budget_bytes), deadline)
+        if found is not None and simulate(graph, found).peak_bytes <= budget_bytes:
+            return found
+    return None
 
 
 def _walked(graph: Graph, budget_bytes: int, deadline: float) -> Schedule | None:

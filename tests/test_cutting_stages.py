@@ -9,10 +9,13 @@ from random import Random
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 import planner.stage_events
 import planner.stage_model
 from graphs import Graph, Op, Value
+from graphs.capture import capture
 from graphs.importers import load_checkmate
 from graphs.synthetic import chain, random_layered, random_training
 from planner import (
@@ -33,7 +36,8 @@ from planner.exhaustive import cheapest
 from planner.first_schedules import try_blocks
 from planner.methods import cutting_stages
 from planner.milp import Answer, Milp, Outcome
-from planner.pebbling import least_peak
+from planner.pebbling import fitting, least_peak
+from planner.plan import with_costs
 from planner.schedule import computes, first_runs, with_frees
 from planner.smallest import smallest_known
 from planner.stage_model import Event, stage_model, walk, with_end
@@ -140,6 +144,28 @@ def test_what_is_known_to_work_is_never_called_infeasible() -> None:
         # Seed 32 fits only outside of Checkmate's space.
         assert solve(graph, works, time_limit_s=1).status is not Status.INFEASIBLE
         assert solve(graph, works, start=schedule, time_limit_s=0.2).status in (Status.OPTIMAL, Status.FEASIBLE)
+
+
+def test_what_is_known_to_work_is_found_where_its_search_finds_nothing_for_that_budget() -> None:
+    """The schedule was found for a larger budget."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(32, 4, batch_first=True, add_bias_kv=True, add_zero_attn=True)
+            self.norm = nn.LayerNorm(32)
+            self.rest = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.norm(x + self.attention(x, x, x)[0])
+            return torch.as_tensor(x + self.rest(x))
+
+    model = nn.Sequential(*(Block() for _ in range(4)))
+    graph = with_costs(capture(model, (torch.randn(4, 20, 32),), loss=lambda y: y.square().mean()), "roofline").graph
+    works, _ = smallest_known(graph)
+    assert next(fitting(graph, works), None) is None
+    found = solve(graph, works, gap=0.9, time_limit_s=20)
+    assert found.schedule is not None
 
 
 @pytest.mark.parametrize(("budget", "runs"), [(10, 17), (9, 18), (8, 19), (7, 20), (6, 21), (5, 22)])
