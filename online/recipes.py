@@ -18,6 +18,7 @@ from graphs.errors import InputError
 from graphs.rewrite import cuda_bytes, is_foreign
 from graphs.torch_private import FakeTensorMode, negated_view, quiet_stand_ins, tree_leaves, tree_map_only, without_autocast
 from planner.draws import repeat_draw
+from planner.pauses import no_collections
 
 
 class Gone(Exception):
@@ -348,7 +349,7 @@ def foreseen(func: Any, args: Any, kwargs: Any) -> tuple[int, ...] | None:
     def stand_in(tensor: Tensor) -> Tensor:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
 
-    with quiet_stand_ins(), mode:
+    with no_collections(), quiet_stand_ins(), mode:  # the program's finalizers are not to run on tensors without data
         try:
             args, kwargs = tree_map_only(Tensor, stand_in, (args, kwargs))
             old = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}

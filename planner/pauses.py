@@ -37,6 +37,18 @@ def old_objects_left_alone() -> Iterator[None]:
         _frozen_by = None
 
 
+@contextlib.contextmanager
+def no_collections() -> Iterator[None]:
+    """Keep Python's garbage collector off: what it runs (finalizers, callbacks) would run in the midst of this."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
+
+
 _lock = threading.Lock()
 _searches = 0  # under way
 _thresholds = gc.get_threshold()  # before them

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from graphs.errors import BudgetExceeded, InputError, NoScheduleFound
 from graphs.torch_private import REPLACES_IN_PLACE, without_torch_function
+from online import recipes
 from online import run as run_online
 from online.eager import EagerRun, budget
 from online.growing import GrowingEngine
@@ -49,9 +50,9 @@ class Meter(TorchDispatchMode):
 
     def see(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
-        if storage._cdata not in self.storages:
-            key = storage._cdata
-            self.storages[key] = weakref.ref(storage, lambda _: self.storages.pop(key, None))
+        known = self.storages.get(storage._cdata)
+        if known is None or known() is None:
+            self.storages[storage._cdata] = weakref.ref(storage)
 
     def live_bytes(self) -> int:
         found = [ref() for ref in list(self.storages.values())]
@@ -713,6 +714,30 @@ def test_an_error_inside_of_torchscript_is_told_at_the_end_of_the_block(
             torch.zeros(run.peak_bytes)
         added(x, x[:3])
     assert not isinstance(other.value, BudgetExceeded)
+
+
+def test_finalizers_of_the_program_never_run_on_tensors_without_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The garbage collector calls them whenever it likes, in the midst of what sizes are asked of, too."""
+
+    class Cycle:
+        def __init__(self) -> None:
+            self.me = self
+
+    found: list[float] = []
+    new_storages = recipes.new_storages
+
+    def busily(*arguments: Any) -> Any:
+        _ = [[] for _ in range(10_000)]  # type: ignore[var-annotated]
+        return new_storages(*arguments)
+
+    monkeypatch.setattr(recipes, "new_storages", busily)
+    with budget(None):
+        x = torch.ones(10)
+        for i in range(20):
+            weakref.finalize(Cycle(), lambda: found.append((torch.ones(4) * 2).sum().item()))
+            x = torch.cat([x, x[: i + 1]])  # an operator of sizes not seen before
+    gc.collect()
+    assert found == [8.0] * 20
 
 
 @EXACT
