@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import statistics
 import time
@@ -12,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 from graphs.capture import Step
 from graphs.torch_private import TorchDispatchMode, storage_key, tree_leaves
@@ -106,6 +105,14 @@ def _measure_cuda(
     return Measured(result, resident_bytes + peak, round(statistics.median(times)), reserved)
 
 
+class _Death(weakref.ref[UntypedStorage]):
+    """Refers to a storage, and says when it is gone; ``key``: of the storage, ``size_bytes``: what is counted of it."""
+
+    __slots__ = ("key", "size_bytes")
+    key: int
+    size_bytes: int
+
+
 class StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of the live storages born while it is active. Those that existed before weigh nothing.
 
@@ -119,9 +126,21 @@ class StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.live_bytes = 0
+        self._live_bytes = 0
         self.peak_bytes = 0
-        self._known: dict[int, tuple[weakref.ref[Any], int]] = {}  # by storage key: its death notice, bytes counted
+        self._known: dict[int, _Death] = {}  # by storage key
+        # A notice that referred to the meter would leave both to the garbage collector; CPython 3.11 ends in a segmentation fault
+        # where that takes notices of a storage just as it dies.
+        self._died: list[_Death] = []
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes counted now."""
+        while self._died:
+            death = self._died.pop()
+            del self._known[death.key]
+            self._live_bytes -= death.size_bytes
+        return self._live_bytes
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -135,14 +154,11 @@ class StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _meet(self, tensor: Tensor, *, born: bool) -> None:
-        key = storage_key(tensor)
+        live_bytes, key = self.live_bytes, storage_key(tensor)  # which may have been that of one that has died
         if key in self._known:
             return
         storage = tensor.untyped_storage()
-        weight = storage.nbytes() if born else 0
-        self._known[key] = weakref.ref(storage, functools.partial(self._forget, key)), weight
-        self.live_bytes += weight
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-
-    def _forget(self, key: int, _: weakref.ref[Any]) -> None:
-        self.live_bytes -= self._known.pop(key)[1]
+        self._known[key] = death = _Death(storage, self._died.append)
+        death.key, death.size_bytes = key, storage.nbytes() if born else 0
+        self._live_bytes += death.size_bytes
+        self.peak_bytes = max(self.peak_bytes, live_bytes + death.size_bytes)

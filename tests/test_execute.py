@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from graphs.capture import Step, capture
 from graphs.errors import BudgetExceeded, InputError, InvalidSchedule
 from graphs.ir import Graph
+from graphs.torch_private import storage_key
 from planner.draws import generator_state, repeat_draw
 from planner.execute import PlannedModule, PlannedStep, StepResult, lower, run_step
 from planner.measure import StorageMeter, measure, resident_before_backward
@@ -276,9 +277,9 @@ def memory_while_running(step: Step, schedule: Schedule, inputs: Any) -> list[in
         births = 0
 
         def _meet(self, tensor: Tensor, *, born: bool) -> None:
-            known = len(self._known)
+            before = self._known.get(storage_key(tensor))
             super()._meet(tensor, born=born)
-            self.births += born and len(self._known) > known
+            self.births += born and self._known[storage_key(tensor)] is not before
 
     planned = PlannedStep(step, schedule)
     with Watch():

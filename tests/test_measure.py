@@ -1,5 +1,8 @@
 """Peak and time of real runs."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -96,3 +99,18 @@ def test_measure_on_cuda_asks_the_allocator():
     assert measured.reserved_bytes is not None
     assert measured.reserved_bytes >= measured.peak_bytes
     assert measured.time_ns > 0
+
+
+def test_a_meter_leaves_nothing_to_the_garbage_collector() -> None:
+    """Its notices would stay with the storages until that comes around."""
+    weight = torch.ones(100)
+    gc.disable()
+    try:
+        with StorageMeter() as meter:
+            kept = weight * 2
+            assert weakref.getweakrefcount(weight.untyped_storage()) == 1
+        del meter
+        assert weakref.getweakrefcount(weight.untyped_storage()) == 0
+        assert weakref.getweakrefcount(kept.untyped_storage()) == 0
+    finally:
+        gc.enable()
