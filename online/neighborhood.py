@@ -202,7 +202,8 @@ class Demand(_Walks):
 
         (c0(S) + sum over dropped ancestors + 1/2 sum over wanted ancestors) * (n + 1) / 2        0 where n is 0
 
-    So a dropped storage that no evicted value needs is worth nothing.
+    So a dropped storage that no evicted value needs is worth nothing, and nothing else is: the sum counts at least half a
+    nanosecond, as times may be 0.
     """
 
     def evicted(self, s: int) -> None:
@@ -258,7 +259,7 @@ class Demand(_Walks):
                         twice += 2 * cost[u] if dropped[u] else cost[u]
                         stack.append(u)
             self.visits += visits
-            return twice * (wanting + 1), True
+            return max(1, twice) * (wanting + 1), True  # what is wanted must not go before what is dead
         self.visits += visits
         return 0, True
 

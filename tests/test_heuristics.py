@@ -46,7 +46,7 @@ def test_the_ablation_has_sixteen_members_one_of_them_random() -> None:
 def demand(relations: Relations, s: int) -> int:
     """4 * (c0 + cost of the evicted ancestors, of wanted ones half) * (1 + n) / 2.
 
-    n: the wanted among s and what is evicted and depends on it through dropped ones.
+    n: the wanted among s and what is evicted and depends on it through dropped ones. Where n is not 0, costs are at least 1/2.
     """
     below: set[int] = set()
     layer = {s}
@@ -61,7 +61,7 @@ def demand(relations: Relations, s: int) -> int:
         layer = {u for t in layer for u in relations.deps[t] if relations.evicted[u]} - above
         above |= layer
     ancestors = sum(relations.cost_ns[u] * (1 if relations.dropped[u] else 0.5) for u in above)
-    return int(4 * (relations.cost_ns[s] + ancestors) * (1 + wanting) / 2) if wanting else 0
+    return int(4 * max(0.5, relations.cost_ns[s] + ancestors) * (1 + wanting) / 2) if wanting else 0
 
 
 @dataclass

@@ -239,6 +239,21 @@ def test_ignored_releases_leave_values_in_the_pool() -> None:
     assert run(skip(), 50, release="ignore").schedule == tuple(Compute(i) for i in range(5))
 
 
+def test_what_is_dead_goes_first_though_the_rest_takes_no_time() -> None:
+    # When f3 needs room, t1 is dead, t0 is not, and making either takes no time.
+    ops = (
+        Op("f0", (), (0,), 0),
+        Op("f1", (0,), (1,), 0),
+        Op("f2", (1,), (2,), 0),
+        Op("f3", (2,), (3,), 0),
+        Op("f4", (0, 3), (4,), 0),
+    )
+    graph = Graph("free", ops, tuple(Value(f"t{i}", 2) for i in range(5)), frozenset(), frozenset({4}))
+    for heuristic in ("demand", "demand+counted", "demand+next_use"):
+        done = run(graph, 1.0, heuristic=heuristic)
+        assert done.completed and done.counters.recomputations == 0
+
+
 def test_banishing_pins_what_can_no_longer_be_rebuilt() -> None:
     # t1 goes for good after f2, so t2 is pinned; f3 then has only t0 to evict, and t0 can be rebuilt. t2 goes after f3, which
     # pins t3. In 30 bytes the run is that of eager eviction.
