@@ -133,11 +133,11 @@ class Engine:
 
     # With more than 30 attributes an instance without slots loses CPython's fast access to them.
     __slots__ = (
-        "_at_once", "_awaiting", "_banishing", "_called", "_counters", "_counts", "_defined", "_dropped", "_inputs", "_lazy",
-        "_locks", "_made_bytes", "_makes", "_outputs", "_pending", "_pinned", "_planned", "_producer", "_reads", "_storage",
-        "_time_ns", "_uses", "_victims", "_views", "_weight", "_workspace_bytes", "allocator", "budget_bytes", "by_program",
-        "clock", "driver", "limit_ns", "limit_runs", "next_use", "peak_bytes", "pool", "program_clock", "reclaim", "relations",
-        "release", "resident", "size_bytes", "steps", "used_bytes", "yields",
+        "_at_once", "_awaiting", "_banished", "_banishing", "_called", "_counters", "_counts", "_defined", "_dropped",
+        "_inputs", "_lazy", "_locks", "_made_bytes", "_makes", "_outputs", "_pending", "_pinned", "_planned", "_producer",
+        "_reads", "_storage", "_time_ns", "_uses", "_victims", "_views", "_weight", "_workspace_bytes", "allocator",
+        "budget_bytes", "by_program", "clock", "driver", "limit_ns", "limit_runs", "next_use", "peak_bytes", "pool",
+        "program_clock", "reclaim", "relations", "release", "resident", "size_bytes", "steps", "used_bytes", "yields",
     )  # fmt: skip
 
     def __init__(
@@ -201,7 +201,8 @@ class Engine:
         self._workspace_bytes: list[int] = []
         self._awaiting = awaiting and heuristic.cost == "neighborhood"
         self._at_once = allocator is None and not self._awaiting and not self.reclaim  # see _ran_at_once
-        self._banishing: set[int] = set()
+        self._banishing: set[int] = set()  # dropped, and waiting until what is made from them is there
+        self._banished: set[int] = set()
         self._lazy = heuristic.cost == "demand"  # what is dropped goes first by its score, once room is needed
         self._counts = self._lazy or Option.COUNTED in options
         self._planned: set[int] = set()  # ops that the rebuild under way will run
@@ -554,6 +555,9 @@ class Engine:
 
     def _arrive(self, s: int) -> None:
         """Storage ``s`` has come into memory."""
+        if self._banished and s in self._banished:  # made along with what the op ran again for; nothing can read it
+            self._remove(s)
+            return
         rebuilt = self.relations.evicted[s]
         if rebuilt:
             self.relations.evicted[s] = False
@@ -647,6 +651,7 @@ class Engine:
             relations.evicted[s] = False
             self.pool.restored(s)
         relations.unlink(s)
+        self._banished.add(s)
         self._pinned[s] = True  # out of the pool for good, even if the op that runs now still holds it
 
 

@@ -273,6 +273,21 @@ def test_banishing_pins_what_can_no_longer_be_rebuilt() -> None:
     assert stopped.failure.held == (("t1", 2),)
 
 
+def test_what_is_banished_goes_again_where_it_is_made_along_with_a_sibling() -> None:
+    # Nobody reads t0, which is banished at once. t1 is evicted for "room" and made again for "last": with it comes t0.
+    ops = (
+        Op("both", (), (0, 1), 1),
+        Op("room", (), (2,), 9, workspace_bytes=5),
+        Op("last", (1, 2), (3,), 1, workspace_bytes=3),
+    )
+    graph = Graph(
+        "siblings", ops, tuple(Value(f"t{i}", size) for i, size in enumerate((4, 1, 1, 1))), frozenset(), frozenset({3})
+    )
+    for heuristic in ("lru", "demand"):
+        done = run(graph, 6, release="banish", heuristic=heuristic)
+        assert done.schedule[:7] == (Compute(0), Free(0), Free(1), Compute(1), Compute(0), Free(0), Compute(2))
+
+
 # What cannot be used
 
 
