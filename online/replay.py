@@ -11,8 +11,19 @@ from graphs.importers.dtr_program import read_program
 from graphs.program import Program
 from online.allocators import ARENAS, AddressUse, new_allocator
 from online.engine import Counters, Engine, Option, Release
-from online.runtime import Failure, RunStatus, default_allocator, options_of, play, release_policy, rule
+from online.runtime import (
+    RUNS_PER_OP,
+    Failure,
+    RunStatus,
+    check_thrash_limit,
+    default_allocator,
+    options_of,
+    play,
+    release_policy,
+    rule,
+)
 from planner.budget import resolve_budget
+from planner.plan import check_options
 
 
 @dataclass(frozen=True)
@@ -40,8 +51,8 @@ class Replay:
 
     @property
     def slowdown(self) -> float:
-        """Time / base time: what the DTR paper calls overhead."""
-        return self.time_ns / self.base_time_ns
+        """Time / base time: what the DTR paper calls overhead; 1 for a log that takes no time."""
+        return self.time_ns / self.base_time_ns if self.base_time_ns else 1.0
 
 
 def replay_log(
@@ -59,11 +70,14 @@ def replay_log(
     """Replay an operator log (a file, or one read before) under a budget.
 
     budget   bytes, or a share of ``baseline_peak_bytes``, rounded down
-    further  as in ``online.run``, but here a run is stopped as in the paper when its time passes twice the base time
+    further  as in ``online.run``, but here a run is stopped as in the paper when its time passes twice the base time,
+             or after a thousand runs per call
 
     Constants count against the budget from where the log makes them and are never evicted. Raises InputError for what cannot
     be used; a replay that runs out of memory or thrashes is returned with its status.
     """
+    check_options({"seed": seed})
+    check_thrash_limit(thrash_limit)
     program = log if isinstance(log, Program) else read_program(log)
     budget_bytes = resolve_budget(budget, baseline_peak_bytes(program))
     base_time_ns = program.base_time_ns
@@ -80,6 +94,7 @@ def replay_log(
         options=options_of(options, evict),
         awaiting=True,
         limit_ns=(thrash_limit - 1) * base_time_ns,
+        limit_runs=RUNS_PER_OP * len(program.calls),
         allocator=new_allocator(allocator, budget_bytes, program),
     )
     status, failure = play(engine, program)

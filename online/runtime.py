@@ -234,8 +234,7 @@ def run(
     evict = rule(heuristic)
     policy = release_policy(release)
     chosen = options_of(options, evict)
-    if isinstance(thrash_limit, bool) or not isinstance(thrash_limit, int | float) or not thrash_limit >= 1:
-        raise InputError(f"thrash_limit must be at least 1 (no recomputation at all), not {thrash_limit!r}")
+    check_thrash_limit(thrash_limit)
     step = None if isinstance(target, Graph) else target
     known = _known_of(graph)
     budget_bytes = resolve_budget(budget, known.keep_all_peak_bytes)
@@ -371,6 +370,12 @@ def options_of(names: Collection[Option | str], heuristic: Heuristic) -> frozens
 def default_allocator(heuristic: Heuristic) -> str:
     """What a rule runs with where nothing else is asked for."""
     return "coop" if heuristic.window else "arena" if heuristic.holes else "bytes"
+
+
+def check_thrash_limit(limit: float) -> None:
+    """Raises InputError for what is no limit."""
+    if isinstance(limit, bool) or not isinstance(limit, int | float) or not limit >= 1:
+        raise InputError(f"thrash_limit must be at least 1 (no recomputation at all), not {limit!r}")
 
 
 def release_policy(name: str) -> Release:

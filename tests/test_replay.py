@@ -96,6 +96,25 @@ def test_a_replay_by_hand(tmp_path: Path) -> None:
     assert stopped.failure.held == (("w", 100), ("a", 40), ("c", 16))
 
 
+def test_a_log_without_times_is_stopped_too(tmp_path: Path) -> None:
+    # Each call reads the last two results, which go as soon as nothing holds them: to rebuild the last takes as many runs as a
+    # Fibonacci number says.
+    names = "abcdefghijklmnopqrstuvwxyz"
+    lines = [instruction("ANNOTATE", ANNOTATION="START")]
+    for i, name in enumerate(names):
+        lines += call("add", names[max(0, i - 2) : i][::-1], name, 0, [1], [-1])
+    lines += [instruction("RELEASE", NAME=name) for name in names[:-1]]
+    lines += [*call("room", "", "R", 0, [60], [-1]), instruction("RELEASE", NAME="R"), *call("last", "z", "S", 0, [1], [-1])]
+    program = read_program(written(tmp_path / "free.log.gz", lines))
+    done = replay_log(program, 60, heuristic="lru", reclaim=True)
+    assert (done.status, done.counters.recomputations) == (RunStatus.THRASHED, 28_001)
+    assert (done.time_ns, done.slowdown) == (0, 1.0)
+    with pytest.raises(InputError, match="thrash_limit must be at least 1"):
+        replay_log(program, 60, thrash_limit=0.5)
+    with pytest.raises(InputError, match="seed must be"):
+        replay_log(program, 60, heuristic="random", seed=-1)
+
+
 def test_a_view_is_rebuilt_after_its_base(tmp_path: Path) -> None:
     lines = [
         instruction("ANNOTATE", ANNOTATION="START"),
