@@ -263,8 +263,17 @@ def same_layout(shape: Sequence[int], strides: Sequence[int], others: Sequence[i
     return 0 in shape or all(a == b for n, a, b in zip(shape, strides, others, strict=True) if n != 1)
 
 
+def gradient_order(parameter: Tensor) -> list[int]:
+    """The dimensions in the order in which autograd lays out a gradient, the one whose neighbours are next to each other last:
+    as in the parameter where that has neither gaps nor overlaps in memory, else as they are."""
+    order = sorted(range(parameter.dim()), key=parameter.stride, reverse=True)
+    dense = not parameter.is_contiguous() and parameter.permute(order).is_contiguous()
+    return order if dense else list(range(parameter.dim()))
+
+
 def own_gradients(graph: fx.Graph, parameter_of: Mapping[int, Tensor]) -> None:
-    """Copy gradients that are laid out otherwise than their parameter, or share elements with another result or an input.
+    """Copy gradients that are laid out otherwise than autograd wants those of their parameter, or share elements with another
+    result or an input.
 
     Autograd makes the same copies when it fills ``.grad``.
 
@@ -278,14 +287,15 @@ def own_gradients(graph: fx.Graph, parameter_of: Mapping[int, Tensor]) -> None:
         key, start = storage_key(value), int(value.storage_offset())
         stop = start + 1 + sum((n - 1) * s for n, s in zip(value.shape, value.stride(), strict=True))
         if at in parameter_of:
-            like = parameter_of[at]
+            order = gradient_order(parameter_of[at])
             shared = key in resident or any(start < b and a < stop for a, b in taken.get(key, ()))
-            if shared or not same_layout(value.shape, value.stride(), like.stride()):
-                channels_last = like.dim() == 4 and not like.is_contiguous()
-                channels_last = channels_last and like.is_contiguous(memory_format=torch.channels_last)
-                layout = torch.channels_last if channels_last else torch.contiguous_format
+            if shared or not value.permute(order).is_contiguous():
                 where = graph.output_node() if node.op == "placeholder" else node.next
-                nodes[at] = _insert(where, aten.clone.default, (node,), {"memory_format": layout})
+                in_order = order == sorted(order)
+                laid = node if in_order else _insert(where, aten.permute.default, (node, order), {})
+                made = _insert(where, aten.clone.default, (laid,), {"memory_format": torch.contiguous_format})
+                back = [order.index(d) for d in range(len(order))]
+                nodes[at] = made if in_order else _insert(where, aten.permute.default, (made, back), {})
                 continue
         taken.setdefault(key, []).append((start, stop))
     graph.output_node().args = (tuple(nodes),)

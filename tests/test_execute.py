@@ -502,6 +502,42 @@ def test_module_and_autograd_together_stay_within_the_plan(case: Case, seed: int
         assert measured.peak_bytes == module.peak_bytes
 
 
+@pytest.mark.parametrize(
+    "weight",
+    [
+        torch.randn(48, 64).t(),
+        torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        torch.randn(2, 3, 4, 5, 6).to(memory_format=torch.channels_last_3d),
+        torch.randn(4, 5, 6).permute(1, 2, 0),
+        torch.randn(6, 8)[:, ::2],
+    ],
+    ids=["columns", "channels last", "channels last in 3d", "permuted", "with gaps"],
+)
+def test_gradients_are_laid_out_as_autograd_wants_them(weight: Tensor) -> None:
+    """It would copy them otherwise, beside what the plan counts."""
+
+    class Shrunk(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(weight)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.weight.sum(0) * x).sum()  # the gradient is a view of x's
+
+    model, x = Shrunk(), torch.randn(weight.shape[1:])
+    twin = copy.deepcopy(model)
+    twin(x).backward()
+    wanted = twin.weight.grad
+    assert wanted is not None
+    step = capture(model, x)
+    gradient = run_step(step, keep_all(step.graph), x).gradients["weight"]
+    assert torch.equal(gradient, wanted)
+    assert gradient.stride() == wanted.stride()
+    module = PlannedModule(step, keep_all(step.graph), PLENTY)
+    measured = measure(lambda: module(x).backward(), step.device, resident_before_backward(step), prepare=model.zero_grad)
+    assert measured.peak_bytes == module.peak_bytes
+
+
 def test_module_peak_is_exact_where_no_buffer_is_written() -> None:
     assert not _case("transformer").buffers, "the test above is exact on this model"
 
