@@ -37,6 +37,7 @@ from graphs.torch_private import (
     tree_map_only,
     tree_unflatten,
 )
+from graphs.variances import variances_checked_later
 from graphs.watch import Watch, generators_kept, seeding_refused, written_elsewhere
 
 aten = torch.ops.aten
@@ -239,6 +240,7 @@ def trace(
             _plain_context(where),
             _untouched(watch, where),
             ctc_traced(),
+            variances_checked_later(),
             kernels_layouts(),
             selective_checkpoints_off(),
             around_backwards(backward),

@@ -377,6 +377,8 @@ CASES: dict[str, Callable[[], Case]] = {
     "window": lambda: lambda_case(back_from_the_spectrum, x8),
     "integers in bounds": lambda: lambda_case(lambda m, x: square(m.linear(x) * torch.randint(5, x.shape)), x8),
     "check of data in a library": lambda: lambda_case(checks_data, x8),
+    "gaussian loss": lambda: lambda_case(lambda m, x: F.gaussian_nll_loss(m.linear(x), x, m.linear(x).exp(), full=True), x8),
+    "gaussian loss of one variance": lambda: lambda_case(lambda m, x: nn.GaussianNLLLoss()(m.linear(x), x, 0.5), x8),
     "ctc of numbers": lambda: ctc_case([7, 4], [3, 2]),
     "ctc of numbers, ruled out": lambda: ctc_case((3, 2), (3, 3), zero_infinity=True),  # no path is so short
     "ctc of numbers, summed": lambda: ctc_case((7, 4), (3, 2), reduction="sum"),
@@ -675,6 +677,14 @@ def test_checks_of_data_are_made_when_the_step_runs():
     step = captured(CASES["check of data in a library"]())
     with pytest.raises(RuntimeError, match="a check of data failed"):
         step.module(*bind(step, (x8 + 100,)))
+
+
+def test_variances_are_checked_when_the_step_runs():
+    step = captured(lambda_case(lambda m, x, var: F.gaussian_nll_loss(m.linear(x), x, var), x8, torch.ones(4)))
+    with pytest.raises(RuntimeError, match="var has negative"):
+        step.module(*bind(step, (x8, torch.tensor([1.0, 1.0, 1.0, -1.0]))))
+    with pytest.raises(ValueError, match="var has negative"):
+        F.gaussian_nll_loss(x8, x8, -x8.exp())
 
 
 def test_dropout_of_attention_is_random_only_where_it_drops():
