@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from graphs.errors import CaptureError
+from graphs.patching import patched
 from graphs.torch_private import FakeTensorMode, stand_ins_by
 
 aten = torch.ops.aten
@@ -33,12 +34,8 @@ def ctc_traced() -> Iterator[None]:
         numbers = not any(isinstance(lengths, Tensor) for lengths in (input_lengths, target_lengths))
         return (_by_numbers if numbers else original)(log_probs, targets, input_lengths, target_lengths, *args, **kwargs)
 
-    torch.ctc_loss = ctc_loss
-    try:
-        with stand_ins_by(_call):
-            yield
-    finally:
-        torch.ctc_loss = original
+    with patched(torch, "ctc_loss", ctc_loss), stand_ins_by(_call):
+        yield
 
 
 def _call(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any, plain: Callable[[], Any]) -> Any:

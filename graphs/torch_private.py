@@ -6,7 +6,7 @@ import contextlib
 import functools
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any, cast
@@ -702,6 +702,40 @@ def _eager_kernels() -> Iterator[None]:
         for op, key, kernel in taken:
             op.py_kernels[key] = kernel
             op._dispatch_cache.clear()
+
+
+@contextlib.contextmanager
+def differentiated_by(functions: Mapping[OpOverload[..., Any], Callable[..., Any]]) -> Iterator[None]:
+    """Have these functions, which autograd can differentiate, traced in place of operators."""
+    key = torch._C.DispatchKey.Autograd
+    _replaced_operators()  # which these are none of
+    before = {op: op.py_kernels.get(key) for op in functions}
+    try:
+        for op, function in functions.items():
+            op.py_kernels[key] = function
+            op._dispatch_cache.clear()
+        yield
+    finally:
+        for op, kernel in before.items():
+            if kernel is None:
+                op.py_kernels.pop(key, None)
+            else:
+                op.py_kernels[key] = kernel
+            op._dispatch_cache.clear()
+
+
+def below_autograd() -> contextlib.AbstractContextManager[object]:
+    """Call operators themselves, past autograd, inside."""
+    return torch._C._AutoDispatchBelowAutograd()
+
+
+def with_autograd() -> contextlib.AbstractContextManager[object]:
+    """Differentiate what is called inside, within operators too, which are called past autograd."""
+    keys = torch._C.DispatchKey
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for key in (keys.AutogradFunctionality, keys.ADInplaceOrView):
+        excluded = excluded.remove(key)
+    return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set().add(keys.ADInplaceOrView), excluded)
 
 
 @functools.cache

@@ -18,6 +18,7 @@ from graphs.errors import CaptureError
 from graphs.inputs import Arguments, Loss, check_tensor
 from graphs.layouts import kernels_layouts
 from graphs.leaks import Caches
+from graphs.products import products_traced
 from graphs.rewrite import calls_foreign, read_sources_directly
 from graphs.torch_private import (
     DATA_DEPENDENT,
@@ -240,6 +241,7 @@ def trace(
             _plain_context(where),
             _untouched(watch, where),
             ctc_traced(),
+            products_traced(),
             variances_checked_later(),
             kernels_layouts(),
             selective_checkpoints_off(),

@@ -267,6 +267,22 @@ def back_from_the_spectrum(model: Lambda, x: Tensor) -> Tensor:
     return square(torch.istft(spectrum * spectrum.abs(), 8, 4, window=window))
 
 
+def products(model: Lambda, x: Tensor) -> Tensor:
+    """Some have zeros among their factors."""
+    y = model.linear(x)
+    parts = y.prod(), y.prod(0), y.t().prod(1, keepdim=True), y.relu().prod(1), y.prod(1, dtype=torch.float64), y[0, 0].prod()
+    return sum(square(part) for part in (*parts, y.cumprod(0), y.relu().cumprod(1), (y * 2).cumprod_(1)))
+
+
+def penalty_on(product: Callable[[Tensor], Tensor]) -> Callable[[Lambda, Tensor], Tensor]:
+    def run(model: Lambda, x: Tensor) -> Tensor:
+        y = model.linear(x)
+        (gradient,) = torch.autograd.grad(product(y).sum(), y, create_graph=True)
+        return square(y) + square(gradient)
+
+    return run
+
+
 def gradient_penalty(model: Lambda, x: Tensor) -> Tensor:
     (gradient,) = torch.autograd.grad(model.linear(x).tanh().sum(), model.linear.weight, create_graph=True)
     return square(gradient)
@@ -375,6 +391,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "distribution": lambda: lambda_case(lambda m, x: square(Normal(m.linear(x), 1.0, validate_args=False).rsample()), x8),
     "complex numbers": lambda: lambda_case(complex_numbers, x8),
     "window": lambda: lambda_case(back_from_the_spectrum, x8),
+    "products": lambda: lambda_case(products, x8),
     "integers in bounds": lambda: lambda_case(lambda m, x: square(m.linear(x) * torch.randint(5, x.shape)), x8),
     "check of data in a library": lambda: lambda_case(checks_data, x8),
     "gaussian loss": lambda: lambda_case(lambda m, x: F.gaussian_nll_loss(m.linear(x), x, m.linear(x).exp(), full=True), x8),
@@ -1034,6 +1051,14 @@ REFUSED: dict[str, tuple[Callable[[], Step], str]] = {
     ),
     "buffers of one storage": (lambda: capture(overlapping(), x8), "memory another buffer, parameter or input has too"),
     "buffer replaced": (lambda: capture(Lambda(grown), x8), "replaces moving in its forward"),
+    "gradient of prod's": (
+        lambda: capture(Lambda(penalty_on(lambda y: y.prod(1))), x8),
+        "gradient of prod is differentiated again",
+    ),
+    "gradient of cumprod's": (
+        lambda: capture(Lambda(penalty_on(lambda y: y.cumprod(1))), x8),
+        "gradient of cumprod is differentiated again",
+    ),
     "buffer of the loss in place": (
         lambda: capture(linear(), (x8, x8), loss=Centred(lambda c, o: c.centre.lerp_(o.detach().mean(0), 0.1))),
         "buffers of a loss: .* make the loss a part of the model",
