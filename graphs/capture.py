@@ -283,11 +283,7 @@ def capture(
     _refuse_late_writes(name, graph, sources, results)
 
     remove_dead(graph)
-    _refuse_sparse(name, graph)
-    fuse_bernoulli(graph)
-    fold_conjugates(graph)
-    choose_batch_norm(graph)
-    drop_unread_statistics(graph)
+    _settle(name, graph)
     gradient_at = {result.name: i for i, result in enumerate(results) if result.kind == "gradient"}
     own_gradients(graph, {i: state[parameter] for parameter, i in gradient_at.items()})
     graph.lint()
@@ -317,6 +313,34 @@ def capture(
     )
 
 
+def _settle(name: str, graph: fx.Graph) -> None:
+    """Refuse what a Graph has no words for, and have calls in the form in which they are run."""
+    _refuse_sparse(name, graph)
+    _refuse_unsaid_writes(name, graph)
+    fuse_bernoulli(graph)
+    fold_conjugates(graph)
+    choose_batch_norm(graph)
+    drop_unread_statistics(graph)
+
+
+# Where the running statistics stand that these operators write to, of which their schemas say nothing.
+_WRITTEN = {
+    torch.ops.aten.batch_norm_update_stats.default: (1, 2),
+    torch.ops.aten.batch_norm_gather_stats.default: (3, 4),
+    torch.ops.aten.batch_norm_gather_stats_with_counts.default: (3, 4),
+}
+
+
+def _refuse_unsaid_writes(name: str, graph: fx.Graph) -> None:
+    for target, places in _WRITTEN.items():
+        for node in graph.find_nodes(op="call_function", target=target):
+            if any(isinstance(argument, fx.Node) for argument in node.args[places[0] : places[-1] + 1]):
+                raise CaptureError(
+                    f"{name} calls {target}, which changes running statistics without saying so, and would do it again with each "
+                    f"recomputation; use F.batch_norm, or give it none and change them yourself"
+                )
+
+
 def _refuse_sparse(name: str, graph: fx.Graph) -> None:
     sparse = next((node for node in graph.nodes if any(t.layout != torch.strided for t in tensors_of(node))), None)
     if sparse is not None:
@@ -332,11 +356,7 @@ def numbered(name: str, module: fx.GraphModule, device: torch.device) -> Step:
     """
     graph = module.graph
     remove_dead(graph)
-    _refuse_sparse(name, graph)
-    fuse_bernoulli(graph)
-    fold_conjugates(graph)
-    choose_batch_norm(graph)
-    drop_unread_statistics(graph)
+    _settle(name, graph)
     graph.lint()
     module.recompile()
     numbering = _Numbering(name, device)

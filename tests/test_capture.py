@@ -274,6 +274,11 @@ def products(model: Lambda, x: Tensor) -> Tensor:
     return sum(square(part) for part in (*parts, y.cumprod(0), y.relu().cumprod(1), (y * 2).cumprod_(1)))
 
 
+def updates_statistics(model: Lambda, x: Tensor) -> Tensor:
+    mean, _ = torch.batch_norm_update_stats(x, model.moving, None, 0.1)
+    return square(model.linear(x - mean))
+
+
 def penalty_on(product: Callable[[Tensor], Tensor]) -> Callable[[Lambda, Tensor], Tensor]:
     def run(model: Lambda, x: Tensor) -> Tensor:
         y = model.linear(x)
@@ -1051,6 +1056,10 @@ REFUSED: dict[str, tuple[Callable[[], Step], str]] = {
     ),
     "buffers of one storage": (lambda: capture(overlapping(), x8), "memory another buffer, parameter or input has too"),
     "buffer replaced": (lambda: capture(Lambda(grown), x8), "replaces moving in its forward"),
+    "statistics updated alone": (
+        lambda: capture(Lambda(updates_statistics), x8),
+        "batch_norm_update_stats.* changes running statistics without saying so.*use F.batch_norm",
+    ),
     "gradient of prod's": (
         lambda: capture(Lambda(penalty_on(lambda y: y.prod(1))), x8),
         "gradient of prod is differentiated again",
