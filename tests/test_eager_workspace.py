@@ -39,7 +39,7 @@ class Device(Meter):
         return Requested(self.live_bytes() + self.taken_bytes, self.peak_bytes, self.ever_bytes)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        before_bytes, known = self.live_bytes(), set(self.storages)
+        before_bytes, known = self.live_bytes(), {key for key, ref in self.storages.items() if ref() is not None}
         result = func(*args, **(kwargs or {}))
         part = INSIDE.get(kind_of(func).name, 0.0)
         if isinstance(result, Tensor):
