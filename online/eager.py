@@ -22,7 +22,6 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from types import FunctionType
 from typing import Any, cast
 
 import torch
@@ -30,15 +29,11 @@ from torch import Tensor, UntypedStorage, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.overrides import TorchFunctionMode
 
 from graphs.errors import BudgetExceeded, InputError, NoScheduleFound
 from graphs.ir import Graph, Op, Value
 from graphs.torch_private import (
     REPLACES_IN_PLACE,
-    FakeTensor,
-    HigherOrderOperator,
-    TorchDispatchMode,
     around_backwards,
     around_packing,
     current_stream,
@@ -46,18 +41,15 @@ from graphs.torch_private import (
     in_no_tensor,
     is_active,
     is_functorch_wrapped,
-    is_traceable_wrapper_subclass,
     is_zero_stand_in,
-    kept_from_compiler,
     no_dispatch,
     replace_content,
     tree_leaves,
-    unwrapped,
-    without_torch_function,
 )
 from online.engine import Counters, Option, OutOfMemory, Release, Thrashed
 from online.growing import GrowingEngine
 from online.heuristics import HEURISTICS
+from online.interposition import Operators, RawReads, tensors_in
 from online.recipes import (
     BOUNDS,
     GIVEN,
@@ -211,7 +203,7 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
         self._costs = costs
         self._model = CostModel()
         self._interposed = contextlib.ExitStack()
-        self._operators = _Operators(self)
+        self._operators = Operators(self)
         self._contents: dict[int, Content] = {}  # by the key of the storage of the program that holds them
         self._seen_modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._died: list[Notice] = []  # of storages the program has dropped
@@ -235,8 +227,8 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
         self._alive: list[int] | None = None  # storages of the engine that are in memory at the end; None: not there yet
         self._failure: Failure | None = None
         self._thrashed = False
-        self._torn = False  # Ctrl-C came in the middle of what is noted here
-        self._raised: BaseException | None = None  # the latest error for an operator, without the frames it came through
+        self.torn = False  # Ctrl-C came in the middle of what is noted here
+        self.raised: BaseException | None = None  # the latest error for an operator, without the frames it came through
         engine.driver = self
 
     # The block
@@ -249,12 +241,12 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
         try:
             _UNDER_WAY.append(self)
             self._stream = current_stream()
-            for tensor in _tensors_in(self._holding):
+            for tensor in tensors_in(self._holding):
                 self._meet(tensor, resident=True)
             self._holding = ()
             self._interposed.enter_context(cast(Any, register_module_forward_pre_hook(self._meet_module)))
             self._interposed.callback(register_optimizer_step_post_hook(self._keep_state).remove)
-            reads = _RawReads(self)
+            reads = RawReads(self)
             self._interposed.enter_context(reads)
             for around in (around_backwards, around_packing):
                 self._interposed.enter_context(around(lambda: reads if self._is_here() else contextlib.nullcontext()))
@@ -273,19 +265,19 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
             self._wall_s = time.perf_counter() - self._wall_s
             self._settle(failed=error is not None)
         except KeyboardInterrupt:
-            self._interrupted(self._interposed.close)
+            self.interrupted(self._interposed.close)
             raise
         finally:
             _UNDER_WAY.clear()
-        if self._raised is not None and _is_nameless(error):
-            raise self._raised from error
+        if self.raised is not None and _is_nameless(error):
+            raise self.raised from error
 
-    def _interrupted(self, *before: Callable[[], None]) -> None:
+    def interrupted(self, *before: Callable[[], None]) -> None:
         """Ctrl-C has cut off something here: what is noted may be half of what has happened. Bring back all that is alive, and
         let the rest of the block be plain PyTorch's. ``before``: what is to be done first."""
         while True:  # however often somebody asks: reading an empty tensor is a crash
             with contextlib.suppress(KeyboardInterrupt):
-                self._torn = True
+                self.torn = True
                 self._operators.let_through()
                 for step in before:
                     step()
@@ -293,15 +285,15 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
                 return
 
     @contextlib.contextmanager
-    def _noting(self) -> Iterator[None]:
+    def noting(self) -> Iterator[None]:
         """Around what notes something down outside of operators."""
         try:
             yield
         except KeyboardInterrupt:
-            self._interrupted()
+            self.interrupted()
             raise
 
-    def _warn_without_budget(self) -> None:
+    def warn_without_budget(self) -> None:
         """Say that the block goes on without its budget."""
         if self.budget_bytes is not None:
             warnings.warn(
@@ -324,7 +316,7 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
     @property
     def live_bytes(self) -> int:
         """Bytes in memory now, as far as the block has to do with them."""
-        with self._noting():
+        with self.noting():
             self._bury()
         return self._engine.used_bytes
 
@@ -373,9 +365,9 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
             return self._look(kind, func, args, kwargs)
         scratch: list[Content] = []
         if kind.scratch and (len(args) < 6 or args[5] is not False):  # training
-            scratch = [self._content(args[at]) for at in kind.scratch if args[at] is not None]
+            scratch = [self.content(args[at]) for at in kind.scratch if args[at] is not None]
             for content in scratch:  # it is written to, so what was computed from it before cannot be made again
-                self._fix(content, kind.name)
+                self.fix(content, kind.name)
         self._fixed = False
         read: list[Content] = []
         key: list[Any] = [kind]
@@ -417,7 +409,7 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
         overwritten: list[Content] = []
         if acts:
             for content in written:
-                self._fix(content, kind.name)
+                self.fix(content, kind.name)
             written, overwritten = [], written
         else:
             recipe = Recipe(func, views, named, written, scratch)
@@ -437,7 +429,7 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
         if overwritten:
             _check_sizes(overwritten)
         if kind.name == "aten._pack_padded_sequence":  # recurrent layers and unpacking read the batch sizes past the dispatcher
-            self._keep(self._content(result[1]), kind.name)
+            self._keep(self.content(result[1]), kind.name)
         return result
 
     def _run(
@@ -465,7 +457,7 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
         entry = kind.entries[recipe is None][in_backward()]
         has_run = False
         if sizes is None:
-            with self._held(kind.name, reads):
+            with self.held(kind.name, reads):
                 result, _, _, took_ns = self._timed(key, workspace, func, args, kwargs)
             has_run = True
         elif engine.fits(reads, sum(all_sizes) + workspace_bytes):
@@ -543,15 +535,15 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
         else:
             tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if len(tensors) == 1:
-            s = self._content(tensors[0]).number
+            s = self.content(tensors[0]).number
             if not self._engine.accessed(s):
                 self._guarded(kind.name, self._engine.bring, s)
             return func(*args, **kwargs) if kwargs else func(*args)
-        with self._held(kind.name, [self._content(tensor).number for tensor in tensors]):
+        with self.held(kind.name, [self.content(tensor).number for tensor in tensors]):
             return func(*args, **(kwargs or {}))
 
     @contextlib.contextmanager
-    def _held(self, name: str, storages: Iterable[int]) -> Iterator[None]:
+    def held(self, name: str, storages: Iterable[int]) -> Iterator[None]:
         """Have storages of the engine in memory together for a while."""
         held = []
         try:
@@ -569,7 +561,7 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
             storage = argument.untyped_storage() if argument.layout is STRIDED else None
             content = self._contents.get(storage._cdata) if storage is not None else None
             if content is None:
-                content = self._content(argument)
+                content = self.content(argument)
             read.append(content)
             try:
                 shape, stride, dtype = argument.shape, argument.stride(), argument.dtype
@@ -590,7 +582,7 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
         key += (type(argument), None) if isinstance(argument, float) and read else (type(argument), argument)
         return argument
 
-    def _content(self, tensor: Tensor) -> Content:
+    def content(self, tensor: Tensor) -> Content:
         """What the storage of a tensor holds now; a storage not seen before was made outside the block."""
         if tensor.layout is not STRIDED:
             check_layout(tensor)
@@ -605,7 +597,7 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
         for at, name in kind.written:
             argument = args[at] if at < len(args) else kwargs.get(name)
             for tensor in (argument,) if isinstance(argument, Tensor) else argument or ():
-                found[self._content(tensor)] = None
+                found[self.content(tensor)] = None
         return list(found)
 
     def _declare(
@@ -774,33 +766,33 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
 
     def _is_here(self) -> bool:
         """Whether this thread runs the block, or a backward for it: the hooks of torch are those of all threads."""
-        return not self._torn and is_active(self._operators)
+        return not self.torn and is_active(self._operators)
 
     def _keep_gradient(self, leaf: Tensor) -> None:
         """A gradient has reached its parameter. It is to be there at the end, and what it came from is about to go."""
         if leaf.grad is not None and leaf.grad.layout is torch.strided and self._is_here():
-            with self._noting():
-                for gradient in _tensors_in(leaf.grad):
-                    self._keep(self._content(gradient), "a gradient")
+            with self.noting():
+                for gradient in tensors_in(leaf.grad):
+                    self._keep(self.content(gradient), "a gradient")
 
     def _keep_state(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """After a step of an optimizer: its state stays, as it could be made again only from the gradients of all steps."""
-        with self._noting():
-            for tensor in _tensors_in(optimizer.state) if self._is_here() else ():
-                self._fix(self._content(tensor), "the state of an optimizer")
+        with self.noting():
+            for tensor in tensors_in(optimizer.state) if self._is_here() else ():
+                self.fix(self.content(tensor), "the state of an optimizer")
 
     def _meet_module(self, module: nn.Module, inputs: Any) -> None:
         """At the first call of a module: all it holds is in memory from now on at the latest."""
         if module in self._seen_modules or not self._is_here():
             return
-        with self._noting():
+        with self.noting():
             for part in module.modules():
                 self._seen_modules.add(part)
-            for tensor in _tensors_in(module):
+            for tensor in tensors_in(module):
                 if not is_functorch_wrapped(tensor):  # what it stands for is met where operators read it
                     self._meet(tensor, resident=True)
             for parameter in module.parameters():
-                for gradient in () if is_lazy(parameter) or parameter.grad is None else _tensors_in(parameter.grad):
+                for gradient in () if is_lazy(parameter) or parameter.grad is None else tensors_in(parameter.grad):
                     self._meet(gradient)
 
     def _keep(self, content: Content, name: str) -> None:
@@ -809,7 +801,7 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
         if content.number not in engine.kept:
             self._guarded(name, engine.keep_until_dropped, content.number)
 
-    def _fix(self, content: Content, name: str) -> None:
+    def fix(self, content: Content, name: str) -> None:
         """A content is about to be written over without a new version of it: it, and what can be made again only from what it
         holds now, stays from now on."""
         found = self._made_from(content)
@@ -852,7 +844,7 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
                 made = [each.size_bytes for each in self._made_from(content) if each.at is not None]
                 if sum(made) < 2 * content.size_bytes:  # it is one of them
                     with contextlib.suppress(BudgetExceeded, NoScheduleFound):
-                        self._fix(content, "")
+                        self.fix(content, "")
             storage = None
             self._bury()
         finally:
@@ -956,7 +948,7 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
     def _recorded(self) -> tuple[Graph, Schedule]:
         """Graph and schedule, with storages and ops numbered without gaps. Written when asked for: training loops do not ask."""
         engine, alive = self._engine, self._alive
-        if self._torn:
+        if self.torn:
             raise InputError("the block was interrupted in the middle of an operator; what it did is not known to the end")
         if alive is None:
             raise InputError("the block is still under way; its graph is complete afterwards")
@@ -1018,143 +1010,7 @@ def _drawn_from(kind: Kind, args: Any, kwargs: Any) -> set[torch.device | torch.
     return {cpu if device is None else torch.device(device)} | host
 
 
-def _without_frames(error: BaseException) -> BaseException:
-    """The same error once more; with frames, and so with the tensors they hold, it could not be kept."""
-    kind = type(error)
-    copy = kind.__new__(kind, *error.args)
-    vars(copy).update(vars(error))
-    return copy
-
-
 def _is_nameless(error: object) -> bool:
     """Whether it is what TorchScript makes of an error in Python, of which it leaves nothing."""
     text = str(error) if isinstance(error, RuntimeError) else ""
     return "TorchScript interpreter" in text and text.rstrip().endswith("RuntimeError:")
-
-
-def _takes_calls_apart(kind: type[Tensor]) -> bool:
-    """Whether tensors of a class have no bytes of their own, and make other calls out of those they get."""
-    return kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ and not issubclass(kind, FakeTensor)
-
-
-def _tensors_in(holding: Any) -> Iterator[Tensor]:
-    """Tensors of a module, of the state of an optimizer, of containers of these; in place of one made of others, those."""
-    if isinstance(holding, Tensor):
-        if is_traceable_wrapper_subclass(holding):
-            for name in holding.__tensor_flatten__()[0]:
-                yield from _tensors_in(getattr(holding, name))
-        elif not _takes_calls_apart(type(holding)) and not is_lazy(holding):
-            yield holding
-    elif isinstance(holding, nn.Module):
-        for tensor in (*holding.parameters(), *holding.buffers()):
-            yield from _tensors_in(tensor)
-    elif isinstance(holding, torch.optim.Optimizer):
-        yield from _tensors_in(holding.state)
-    elif isinstance(holding, Mapping):
-        yield from _tensors_in(holding.values())
-    elif isinstance(holding, Iterable) and not isinstance(holding, str | bytes):
-        for entry in holding:
-            yield from _tensors_in(entry)
-
-
-class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Every operator call of the block, those of the backward pass among them."""
-
-    def __init__(self, run: EagerRun) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._run = run
-        self._call = run.call
-        if _LEFT_ALONE:
-            self.__torch_dispatch__ = self._handle  # type: ignore[method-assign]
-
-    def let_through(self) -> None:
-        """From now on do nothing, but say so once."""
-        if self._call != self._plain:
-            self._call, self._said = self._plain, False
-
-    def _plain(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if not self._said:
-            self._said = True
-            self._run._warn_without_budget()
-        return func(*args, **(kwargs or {}))
-
-    supports_higher_order_operators = True  # they come here to be refused in our words
-
-    def _handle(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if isinstance(func, HigherOrderOperator):
-            raise InputError(f"{func} cannot run under a budget, as its parts are the compiler's; use Python's own if and while")
-        if types and any(_takes_calls_apart(each) for each in types):
-            return NotImplemented  # what the tensor does with those it is made of comes here in turn
-        with without_torch_function():  # what is done here to a tensor is no reading of the program's
-            try:
-                return self._call(func, args, kwargs)
-            except BaseException as error:
-                self._run._raised = _without_frames(error)
-                if isinstance(error, KeyboardInterrupt):
-                    self._run._interrupted()
-                raise
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self._handle(func, types, args, kwargs)
-
-
-# What the class has PyTorch wraps, to tell the compiler to stay out, and that takes 2 us a call; telling it once takes none.
-_LEFT_ALONE = kept_from_compiler(cast(FunctionType, _Operators._handle))
-
-
-# Methods that read a tensor without an operator call: those that leave something behind through which anybody may go on reading
-# it, and write to it (``numpy()`` arrays, kernels that are given an address), and the others.
-_OPENS = {
-    getattr(Tensor, name)
-    for name in ("__array__", "__dlpack__", "data_ptr", "numpy", "share_memory_", "storage", "untyped_storage")
-}
-_READS = {getattr(Tensor, name) for name in ("__deepcopy__", "__format__", "__reduce_ex__", "__repr__", "tolist")}
-_WRITES = {getattr(Tensor, name) for name in ("apply_", "map2_", "map_")}  # to the first of the tensors they read
-# Functions that may read any tensor they are given so, those in lists too; and those that read such in lists alone.
-_GATHERS = {getattr(Tensor, name) for name in ("new", "new_tensor", "tensor_split")}
-_GATHERS |= {torch.tensor, torch.as_tensor, torch.asarray, torch.tensor_split}
-_INDEXES = {Tensor.__getitem__, Tensor.__setitem__}
-
-
-def _holds_list(index: object) -> bool:
-    """Whether an index has a list in it: its numbers, which may be tensors, are read past the dispatcher."""
-    return type(index) is list or (type(index) is tuple and any(type(entry) is list for entry in index))
-
-
-def _listed(argument: object) -> Iterator[Tensor]:
-    """Tensors in lists and tuples, however deep."""
-    if isinstance(argument, Tensor):
-        yield from _tensors_in(unwrapped(argument))
-    elif isinstance(argument, list | tuple):
-        for entry in argument:
-            yield from _listed(entry)
-
-
-class _RawReads(TorchFunctionMode):
-    """Reads and writes past the dispatcher: the tensor is there meanwhile, or from then on."""
-
-    def __init__(self, run: EagerRun) -> None:
-        super().__init__()
-        self._run = run
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._run._torn:
-            return func(*args, **(kwargs or {}))
-        if getattr(func, "__name__", "") == "_pad_packed_sequence" and self._run.budget_bytes is not None:
-            raise InputError(
-                "pad_packed_sequence cannot run under a budget: it writes past the dispatcher to a tensor it has made"
-            )
-        if func in _OPENS:
-            run = self._run
-            with run._noting():
-                for tensor in _tensors_in(unwrapped(args[0])):
-                    run._fix(run._content(tensor), func.__name__)
-        elif func in _READS or func in _WRITES or func in _GATHERS or (func in _INDEXES and _holds_list(args[1])):
-            run = self._run
-            with run._noting():
-                read = [run._content(tensor) for tensor in _listed([*args, *(kwargs or {}).values()])]
-                if func in _WRITES and read:
-                    run._fix(read[0], func.__name__)
-                with run._held(func.__name__, [content.number for content in read]):
-                    return func(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))

@@ -1,0 +1,162 @@
+"""What an eager block sees of the program: operator calls, and reads and writes past them. [torch]"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from types import FunctionType
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
+
+from graphs.errors import InputError
+from graphs.torch_private import (
+    FakeTensor,
+    HigherOrderOperator,
+    TorchDispatchMode,
+    is_traceable_wrapper_subclass,
+    kept_from_compiler,
+    unwrapped,
+    without_torch_function,
+)
+
+if TYPE_CHECKING:
+    from online.eager import EagerRun
+
+
+def _without_frames(error: BaseException) -> BaseException:
+    """The same error once more; with frames, and so with the tensors they hold, it could not be kept."""
+    kind = type(error)
+    copy = kind.__new__(kind, *error.args)
+    vars(copy).update(vars(error))
+    return copy
+
+
+def _takes_calls_apart(kind: type[Tensor]) -> bool:
+    """Whether tensors of a class have no bytes of their own, and make other calls out of those they get."""
+    return kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ and not issubclass(kind, FakeTensor)
+
+
+def tensors_in(holding: Any) -> Iterator[Tensor]:
+    """Tensors of a module, of the state of an optimizer, of containers of these; in place of one made of others, those."""
+    if isinstance(holding, Tensor):
+        if is_traceable_wrapper_subclass(holding):
+            for name in holding.__tensor_flatten__()[0]:
+                yield from tensors_in(getattr(holding, name))
+        elif not _takes_calls_apart(type(holding)) and not is_lazy(holding):
+            yield holding
+    elif isinstance(holding, nn.Module):
+        for tensor in (*holding.parameters(), *holding.buffers()):
+            yield from tensors_in(tensor)
+    elif isinstance(holding, torch.optim.Optimizer):
+        yield from tensors_in(holding.state)
+    elif isinstance(holding, Mapping):
+        yield from tensors_in(holding.values())
+    elif isinstance(holding, Iterable) and not isinstance(holding, str | bytes):
+        for entry in holding:
+            yield from tensors_in(entry)
+
+
+class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Every operator call of the block, those of the backward pass among them."""
+
+    def __init__(self, run: EagerRun) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._run = run
+        self._call = run.call
+        if _LEFT_ALONE:
+            self.__torch_dispatch__ = self._handle  # type: ignore[method-assign]
+
+    def let_through(self) -> None:
+        """From now on do nothing, but say so once."""
+        if self._call != self._plain:
+            self._call, self._said = self._plain, False
+
+    def _plain(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if not self._said:
+            self._said = True
+            self._run.warn_without_budget()
+        return func(*args, **(kwargs or {}))
+
+    supports_higher_order_operators = True  # they come here to be refused in our words
+
+    def _handle(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if isinstance(func, HigherOrderOperator):
+            raise InputError(f"{func} cannot run under a budget, as its parts are the compiler's; use Python's own if and while")
+        if types and any(_takes_calls_apart(each) for each in types):
+            return NotImplemented  # what the tensor does with those it is made of comes here in turn
+        with without_torch_function():  # what is done here to a tensor is no reading of the program's
+            try:
+                return self._call(func, args, kwargs)
+            except BaseException as error:
+                self._run.raised = _without_frames(error)
+                if isinstance(error, KeyboardInterrupt):
+                    self._run.interrupted()
+                raise
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._handle(func, types, args, kwargs)
+
+
+# What the class has PyTorch wraps, to tell the compiler to stay out, and that takes 2 us a call; telling it once takes none.
+_LEFT_ALONE = kept_from_compiler(cast(FunctionType, Operators._handle))
+
+
+# Methods that read a tensor without an operator call: those that leave something behind through which anybody may go on reading
+# it, and write to it (``numpy()`` arrays, kernels that are given an address), and the others.
+_OPENS = {
+    getattr(Tensor, name)
+    for name in ("__array__", "__dlpack__", "data_ptr", "numpy", "share_memory_", "storage", "untyped_storage")
+}
+_READS = {getattr(Tensor, name) for name in ("__deepcopy__", "__format__", "__reduce_ex__", "__repr__", "tolist")}
+_WRITES = {getattr(Tensor, name) for name in ("apply_", "map2_", "map_")}  # to the first of the tensors they read
+# Functions that may read any tensor they are given so, those in lists too; and those that read such in lists alone.
+_GATHERS = {getattr(Tensor, name) for name in ("new", "new_tensor", "tensor_split")}
+_GATHERS |= {torch.tensor, torch.as_tensor, torch.asarray, torch.tensor_split}
+_INDEXES = {Tensor.__getitem__, Tensor.__setitem__}
+
+
+def _holds_list(index: object) -> bool:
+    """Whether an index has a list in it: its numbers, which may be tensors, are read past the dispatcher."""
+    return type(index) is list or (type(index) is tuple and any(type(entry) is list for entry in index))
+
+
+def _listed(argument: object) -> Iterator[Tensor]:
+    """Tensors in lists and tuples, however deep."""
+    if isinstance(argument, Tensor):
+        yield from tensors_in(unwrapped(argument))
+    elif isinstance(argument, list | tuple):
+        for entry in argument:
+            yield from _listed(entry)
+
+
+class RawReads(TorchFunctionMode):
+    """Reads and writes past the dispatcher: the tensor is there meanwhile, or from then on."""
+
+    def __init__(self, run: EagerRun) -> None:
+        super().__init__()
+        self._run = run
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._run.torn:
+            return func(*args, **(kwargs or {}))
+        if getattr(func, "__name__", "") == "_pad_packed_sequence" and self._run.budget_bytes is not None:
+            raise InputError(
+                "pad_packed_sequence cannot run under a budget: it writes past the dispatcher to a tensor it has made"
+            )
+        if func in _OPENS:
+            run = self._run
+            with run.noting():
+                for tensor in tensors_in(unwrapped(args[0])):
+                    run.fix(run.content(tensor), func.__name__)
+        elif func in _READS or func in _WRITES or func in _GATHERS or (func in _INDEXES and _holds_list(args[1])):
+            run = self._run
+            with run.noting():
+                read = [run.content(tensor) for tensor in _listed([*args, *(kwargs or {}).values()])]
+                if func in _WRITES and read:
+                    run.fix(read[0], func.__name__)
+                with run.held(func.__name__, [content.number for content in read]):
+                    return func(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
