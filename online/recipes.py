@@ -259,6 +259,8 @@ class Kind:
             names = [argument.name for argument in schema.arguments]
             self.scratch = tuple(names.index(name) for name in ("running_mean", "running_var") if name in names)
             writes = [at for at in writes if at not in self.scratch]
+        elif packet in _RNN_BACKWARDS:  # nor that cuDNN works in what it was handed by the forward
+            writes.append([argument.name for argument in schema.arguments].index("reserve"))
         self.written = tuple((at, schema.arguments[at].name) for at in writes)
         gives_tensors = any("Tensor" in str(r.type) for r in schema.returns)
         self.gives_back = bool(self.written) and all(r.alias_info is not None for r in schema.returns)
@@ -293,6 +295,7 @@ _BATCH_NORMS = frozenset(
     )
 )
 
+_RNN_BACKWARDS = frozenset({"aten::_cudnn_rnn_backward", "aten::miopen_rnn_backward"})
 
 _kinds: dict[int, Kind] = {}  # by id: operators hash slowly
 

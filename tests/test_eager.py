@@ -572,6 +572,14 @@ def test_statistics_that_only_a_batch_norm_uses_are_there_when_it_runs_again() -
     assert swept(step, (norms, x)) > 50
 
 
+def test_what_a_recurrent_layer_hands_to_its_backward_is_written_over_there() -> None:
+    """No schema says so: autograd copies it where it may be read again."""
+    aten = torch.ops.aten
+    for backward, at in ((aten._cudnn_rnn_backward.default, 20), (aten.miopen_rnn_backward.default, 19)):
+        assert recipes.kind_of(backward).written == ((at, "reserve"),)
+    assert recipes.kind_of(aten._cudnn_rnn.default).written == ()
+
+
 def test_statistics_that_are_updated_alone_are_updated_once() -> None:
     """The operator's schema does not say that it writes to them."""
     x = torch.randn(64, 32)
