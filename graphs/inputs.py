@@ -89,6 +89,12 @@ def leaves_like(form: InputForm, inputs: Inputs) -> list[Any]:
         given = {key: given[key] for key in form.names}
     leaves, spec = tree_flatten(given)
     if spec != form.spec:
+        labels = [f"inputs{keystr(path)}" for path, _ in tree_flatten_with_path(given)[0]]
+        if sorted(labels) == sorted(form.labels):
+            raise InputError(
+                f"the entries of a dict among the inputs come in another order ({', '.join(labels)}) than when the step was "
+                f"captured ({', '.join(form.labels)}), which a model may see; give them in that order"
+            )
         found = "one tensor" if isinstance(given, Tensor) else f"a {type(given).__name__} of {len(given)}"
         raise InputError(
             f"the inputs have another form than the captured ones: {found}, but the step was captured with "

@@ -629,6 +629,14 @@ def test_graph_says_what_the_step_is():
     assert {r.name for r in step.results if r.kind == "gradient"} == {name for name, _ in case.model.named_parameters()}
 
 
+def test_bind_tells_dicts_that_come_in_another_order() -> None:
+    model, more = Lambda(lambda m, x, more: square(m.linear(x) + more["a"] * more["b"])), {"a": x8, "b": x8 + 1}
+    step = capture(model, {"x": x8, "more": more})
+    bind(step, {"more": more, "x": x8})  # by name
+    with pytest.raises(InputError, match=r"another order \(.*'b'.*'a'.*\) than .* captured \(.*'a'.*'b'.*give them in that"):
+        bind(step, {"x": x8, "more": {"b": x8 + 1, "a": x8}})
+
+
 def test_costs_leave_the_mapping():
     step = captured(mlp_case())
     times, spaces = list(range(len(step.calls))), [8] * len(step.calls)
