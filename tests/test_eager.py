@@ -1146,6 +1146,16 @@ def test_out_arguments_have_to_have_their_size() -> None:
         torch.empty(10).resize_(1000)
 
 
+def test_a_storage_is_not_made_larger_by_those_who_share_it() -> None:
+    with pytest.raises(InputError, match="changed the size"), budget(None):
+        torch.empty(0).set_((torch.ones(8) * 2).untyped_storage(), 2, (3, 4))
+    with budget(None):
+        y = torch.ones(8) * 2
+        shared = torch.empty(0).set_(y.untyped_storage(), 2, (3, 2))  # type: ignore[call-overload]
+        assert shared.sum() == 12
+        assert torch.empty(0).set_(y).sum() == 16
+
+
 def test_nothing_is_left_behind() -> None:
     found = case("transformer")
     run = found.budget(int(0.8 * found.keep_all_bytes))
