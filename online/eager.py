@@ -205,6 +205,7 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
         self._interposed = contextlib.ExitStack()
         self._operators = Operators(self)
         self._contents: dict[int, Content] = {}  # by the key of the storage of the program that holds them
+        self._given: defaultdict[int, weakref.WeakSet[Content]] = defaultdict(weakref.WeakSet)  # made outside, by address
         self._seen_modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._died: list[Notice] = []  # of storages the program has dropped
         self._dead: list[int] = []  # contents of such storages
@@ -760,6 +761,8 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
             (s,) = engine.outputs(op)
             content = self._new_content(s, size, None, storage)
             engine.keep_until_dropped(s)
+        if size:
+            self._given[storage.data_ptr()].add(content)
         if tensor.is_leaf and tensor.requires_grad:
             handle = tensor.register_post_accumulate_grad_hook(self._keep_gradient)  # type: ignore[no-untyped-call]
             self._interposed.callback(handle.remove)
@@ -806,6 +809,10 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
         """A content is about to be written over without a new version of it: it, and what can be made again only from what it
         holds now, stays from now on."""
         found = self._made_from(content)
+        storage = None if content.made_by is not None or content.at is None else content.at()
+        if storage is not None:
+            for other in list(self._given.get(storage.data_ptr(), ())):  # the memory of an array may be that of several tensors
+                found |= self._made_from(other)
         for each in found:
             if each.at is not None:
                 self._keep(each, name)
@@ -932,6 +939,7 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
         self._bury()  # what has been collected meanwhile
         self._alive = [content.number for content in self._contents.values()]
         self._contents.clear()
+        self._given.clear()
         self._seen_modules.clear()
         self._bury()
         if problem is not None:

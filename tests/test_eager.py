@@ -1146,6 +1146,22 @@ def test_out_arguments_have_to_have_their_size() -> None:
         torch.empty(10).resize_(1000)
 
 
+@EXACT
+def test_arrays_may_be_the_memory_of_several_tensors() -> None:
+    array = torch.arange(1000.0).numpy()
+
+    def step() -> list[Tensor]:
+        array[:] = range(1000)
+        one, other = torch.from_numpy(array), torch.from_numpy(array)
+        before = one * 2
+        push(torch.ones(1000))
+        other.mul_(3)  # what ``before`` was made from
+        push(torch.ones(1000))
+        return [before, one + 1]
+
+    assert swept(step, ()) > 2
+
+
 def test_a_storage_is_not_made_larger_by_those_who_share_it() -> None:
     with pytest.raises(InputError, match="changed the size"), budget(None):
         torch.empty(0).set_((torch.ones(8) * 2).untyped_storage(), 2, (3, 4))
