@@ -31,6 +31,7 @@ from graphs.rewrite import (
     own_gradients,
     real_bytes,
     remove_dead,
+    running_statistics,
     same_layout,
     tensors_of,
 )
@@ -323,18 +324,18 @@ def _settle(name: str, graph: fx.Graph) -> None:
     drop_unread_statistics(graph)
 
 
-# Where the running statistics stand that these operators write to, of which their schemas say nothing.
-_WRITTEN = {
-    torch.ops.aten.batch_norm_update_stats.default: (1, 2),
-    torch.ops.aten.batch_norm_gather_stats.default: (3, 4),
-    torch.ops.aten.batch_norm_gather_stats_with_counts.default: (3, 4),
-}
+# They write to running statistics, and no replacement in a trace makes these results.
+_STATISTICS = (
+    torch.ops.aten.batch_norm_update_stats.default,
+    torch.ops.aten.batch_norm_gather_stats.default,
+    torch.ops.aten.batch_norm_gather_stats_with_counts.default,
+)
 
 
 def _refuse_unsaid_writes(name: str, graph: fx.Graph) -> None:
-    for target, places in _WRITTEN.items():
+    for target in _STATISTICS:
         for node in graph.find_nodes(op="call_function", target=target):
-            if any(isinstance(argument, fx.Node) for argument in node.args[places[0] : places[-1] + 1]):
+            if any(isinstance(node.args[at], fx.Node) for at in running_statistics(target)):
                 raise CaptureError(
                     f"{name} calls {target}, which changes running statistics without saying so, and would do it again with each "
                     f"recomputation; use F.batch_norm, or give it none and change them yourself"

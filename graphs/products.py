@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from graphs.errors import CaptureError
-from graphs.torch_private import OpOverload, below_autograd, differentiated_by, storage_key, with_autograd
+from graphs.torch_private import below_autograd, differentiated_by, storage_key, with_autograd
 
 aten = torch.ops.aten
 _library = torch.library.Library("belady", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -34,13 +34,18 @@ def _prod_backward_fake(grad: Tensor, input: Tensor, dim: int | None, keepdim: b
     return (grad * (made / input.to(made.dtype)).conj()).resolve_conj().to(input.dtype)
 
 
+def _cumprod(input: Tensor, dim: int, dtype: torch.dtype | None) -> Tensor:
+    made: Tensor = aten.cumprod(input, dim, dtype=dtype)
+    return made
+
+
 def _cumprod_backward(grad: Tensor, input: Tensor, dim: int, dtype: torch.dtype | None) -> Tensor:
-    return _backward(lambda *args: aten.cumprod(args[0], args[1], dtype=args[2]), _cumprod_backward_fake, grad, input, dim, dtype)
+    return _backward(_cumprod, _cumprod_backward_fake, grad, input, dim, dtype)
 
 
 def _cumprod_backward_fake(grad: Tensor, input: Tensor, dim: int, dtype: torch.dtype | None) -> Tensor:
     """The derivative where no factor is zero."""
-    products = aten.cumprod(input, dim, dtype=dtype).conj() * grad
+    products = _cumprod(input, dim, dtype).conj() * grad
     made: Tensor = (products.flip(dim).cumsum(dim).flip(dim) / input.conj()).resolve_conj().to(input.dtype)
     return made
 
@@ -88,8 +93,7 @@ class _CumulativeProduct(torch.autograd.Function):
         ctx.save_for_backward(input)
         ctx.options = dim, dtype
         with below_autograd():
-            made: Tensor = aten.cumprod(input, dim, dtype=dtype)
-        return made
+            return _cumprod(input, dim, dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -113,22 +117,21 @@ def _prod_along(input: Tensor, dim: int, keepdim: bool = False, *, dtype: torch.
     return _Product.apply(input, dim, keepdim, dtype)  # type: ignore[no-untyped-call]
 
 
-def _cumprod(input: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Any:
+def _cumprod_along(input: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Any:
     return _CumulativeProduct.apply(input, dim, dtype)  # type: ignore[no-untyped-call]
 
 
 def _cumprod_in_place(input: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Any:
-    return input.copy_(_cumprod(input.clone(), dim, dtype=dtype))  # its derivative needs what it is written over
+    return input.copy_(_cumprod_along(input.clone(), dim, dtype=dtype))  # its derivative needs what it is written over
 
 
-@contextlib.contextmanager
-def products_traced() -> Iterator[None]:
-    """Let a trace hold the derivatives of products that a step has."""
-    functions: dict[OpOverload[..., Any], Callable[..., Any]] = {
-        aten.prod.default: _prod_of_all,
-        aten.prod.dim_int: _prod_along,
-        aten.cumprod.default: _cumprod,
-        aten.cumprod_.default: _cumprod_in_place,
-    }
-    with differentiated_by(functions):
-        yield
+def products_traced() -> contextlib.AbstractContextManager[None]:
+    """Let a trace hold the derivatives of products that a step has, inside."""
+    return differentiated_by(
+        {
+            aten.prod.default: _prod_of_all,
+            aten.prod.dim_int: _prod_along,
+            aten.cumprod.default: _cumprod_along,
+            aten.cumprod_.default: _cumprod_in_place,
+        }
+    )

@@ -63,6 +63,12 @@ def reads_seed_on_host(operator: OpOverload) -> bool:
     return operator._schema.name.endswith("_efficient_attention_backward")
 
 
+def running_statistics(operator: OpOverload) -> tuple[int, ...]:
+    """Where running statistics stand among the arguments of an operator; most schemas do not say where they are written to."""
+    names = [argument.name for argument in operator._schema.arguments]
+    return tuple(names.index(name) for name in ("running_mean", "running_var") if name in names)
+
+
 def is_effect(node: fx.Node) -> bool:
     """Whether a call acts on the outside world: known to the tracer to do so, or an operator that returns no tensor."""
     return bool(node.meta.get("effect")) or (is_operator(node.target) and not tensors_of(node))

@@ -72,7 +72,7 @@ from online.recipes import (
     remember,
     sizes_of,
 )
-from online.runtime import Failure, Run, RunStatus, rule
+from online.runtime import Failure, Run, RunStatus, check_thrash_limit, rule
 from online.workspace import Workspace, learned_workspaces
 from planner.budget import resolve_budget
 from planner.draws import generator_state
@@ -141,8 +141,7 @@ def budget(
         raise InputError(f"budget {budget!r}: give bytes (6442450944 or '6GiB'); what a share is of is not known beforehand")
     if costs not in (None, "measured", "modelled"):
         raise InputError(f"costs must be 'measured' or 'modelled', not {costs!r}")
-    if not thrash_limit >= 1:
-        raise InputError(f"thrash_limit must be at least 1 (no recomputation at all), not {thrash_limit!r}")
+    check_thrash_limit(thrash_limit)
     budget_bytes = None if budget is None else resolve_budget(budget, 0)
     reclaim, options = extras == ["reclaim"], frozenset([Option.COUNTED] if extras == ["counted"] else ())
     engine = GrowingEngine(budget_bytes, evict, thrash_limit=thrash_limit, seed=seed, reclaim=reclaim, options=options)

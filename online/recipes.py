@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from graphs.costs import DEVICES, DeviceDescription
 from graphs.errors import InputError
-from graphs.rewrite import cuda_bytes, is_foreign
+from graphs.rewrite import cuda_bytes, is_foreign, running_statistics
 from graphs.torch_private import FakeTensorMode, negated_view, quiet_stand_ins, tree_leaves, tree_map_only, without_autocast
 from planner.draws import repeat_draw
 from planner.pauses import no_collections
@@ -256,8 +256,7 @@ class Kind:
         self.scratch: tuple[int, ...] = ()
         writes = [at for at, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
         if packet in _BATCH_NORMS:  # most schemas do not say that running statistics are written
-            names = [argument.name for argument in schema.arguments]
-            self.scratch = tuple(names.index(name) for name in ("running_mean", "running_var") if name in names)
+            self.scratch = running_statistics(func)
             writes = [at for at in writes if at not in self.scratch]
         elif packet in _RNN_BACKWARDS:  # nor that cuDNN works in what it was handed by the forward
             writes.append([argument.name for argument in schema.arguments].index("reserve"))
