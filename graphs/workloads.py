@@ -12,6 +12,7 @@ import contextlib
 import importlib.util
 import inspect
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -54,6 +55,7 @@ class Workload:
 
 
 SIZES = ("batch", "seq", "depth", "size", "vocab")
+_SIZED = re.compile(rf"({'|'.join(SIZES)})([0-9]{{1,9}})")
 
 
 def build(
@@ -69,19 +71,29 @@ def build(
 ) -> Built:
     """Model (in training mode), inputs and loss of a workload, in the form ``graphs.capture.capture`` takes.
 
+    name    one of ``WORKLOADS``, which may have sizes ("gpt2-depth96-seq512")
     batch, seq, depth, size, vocab  see ``Workload.sizes``; None: its default
     seed    of weights and inputs; they are drawn on the CPU, so that they are the same on every device. The global generators
             are as before afterwards
 
     Raises InputError for an unknown name, a size the model does not have or cannot take, and where transformers is missing.
     """
-    workload = WORKLOADS.get(name)
-    if workload is None:
-        raise InputError(f"unknown workload {name!r}; there are: {', '.join(WORKLOADS)}; your own is path.py:function")
+    plain, *parts = name.split("-")
+    workload, named = WORKLOADS.get(plain), [_SIZED.fullmatch(part) for part in parts]
+    if workload is None or not all(named):
+        raise InputError(
+            f"unknown workload {name!r}; there are: {', '.join(WORKLOADS)}, also with sizes (gpt2-depth24-seq64); your own is "
+            f"path.py:function"
+        )
     where = _device(device)
     asked = _asked(batch=batch, seq=seq, depth=depth, size=size, vocab=vocab)
+    for part in filter(None, named):
+        what, number = part.groups()
+        if what in asked:
+            raise InputError(f"workload {name} is asked for with {what} {number} and with {what} {asked[what]}; give one")
+        asked |= _asked(**{what: int(number)})
     for what in asked.keys() - workload.sizes.keys():
-        raise InputError(f"workload {name} has no {what} to choose; it has: {', '.join(workload.sizes)}")
+        raise InputError(f"workload {plain} has no {what} to choose; it has: {', '.join(workload.sizes)}")
     with _seeded(seed):
         model, inputs, loss = workload.builder(**{**workload.sizes, **asked})
     return model.train().to(where), _moved(inputs, where), loss

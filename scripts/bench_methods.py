@@ -49,7 +49,7 @@ from planner.simulate import simulate
 
 from .output import ended
 from .rows import RowFile
-from .steps import step_graph
+from .steps import step_graph, step_name
 from .sweep import FAILED, ONLINE, REFUSED, Cell, Row, chosen, failed_row, key_of, start_quietly
 
 SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4)  # of the keep-all peak
@@ -95,7 +95,7 @@ def cases(names: Sequence[str], *, seeds: int = 1, large: bool = False, data: st
                 graph = load_checkmate(Path(data) / "checkmate_instances" / f"{name}.json")
                 yield Case(replace(graph, name=name), tuple(gigabytes * 2**30 for gigabytes in INSTANCES[name]))
         else:
-            yield _with_shares(step_graph(name, **WORKLOADS[name][large]), SHARES)
+            yield _with_shares(step_graph(step_name(name, WORKLOADS[name][large])), SHARES)
 
 
 def graph_names(asked: Sequence[str]) -> list[str]:

@@ -26,22 +26,17 @@ from planner.simulate import simulate
 
 from .output import ended
 from .rows import RowFile
-from .steps import step_graph, step_name
+from .steps import step_graph
 
 SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
 DEEP_SHARES = (0.7, 0.5, 0.3)
 LAYERED_SHARES = (0.9, 0.8, 0.7)
 # The default sizes of every workload, sizes at which activations are most of the bytes, and very deep ones.
-STEPS: tuple[tuple[str, dict[str, int], tuple[float, ...]], ...] = (
-    *(
-        (name, {}, SHARES)
-        for name in ("mlp", "vgg16", "resnet50", "mobilenet_v2", "unet", "vit", "bert", "gpt2", "llama", "lstm")
-    ),
-    ("resnet50", {"batch": 64, "size": 224}, SHARES),
-    ("gpt2", {"batch": 16, "seq": 512}, SHARES),
-    ("gpt2", {"depth": 96}, DEEP_SHARES),
-    ("llama", {"depth": 64}, DEEP_SHARES),
-)
+STEPS = {
+    **dict.fromkeys(("mlp", "vgg16", "resnet50", "mobilenet_v2", "unet", "vit", "bert", "gpt2", "llama", "lstm"), SHARES),
+    **dict.fromkeys(("resnet50-batch64-size224", "gpt2-batch16-seq512"), SHARES),
+    **dict.fromkeys(("gpt2-depth96", "llama-depth64"), DEEP_SHARES),
+}
 # The published budgets, GB of 2^30 bytes (Checkmate's MILP, 12 threads, 24 hours).
 INSTANCES = {"vgg16_176": (10, 9, 8), "unet_11": (10, 9, 8, 7, 6, 5), "resnet50_184": (10, 9, 8, 7, 6, 5)}
 LOGS = ("resnet32", "unet", "transformer", "lstm")
@@ -76,9 +71,9 @@ def cases(only: Sequence[str], data: str | None) -> Iterator[Case]:
             if wanted(name):
                 graph = load_checkmate(Path(data) / "checkmate_instances" / f"{name}.json")
                 yield Case(replace(graph, name=name), tuple(gb * 2**30 for gb in gigabytes), LIMIT_S, 1e-5)
-    for name, sizes, shares in STEPS:
-        if wanted(step_name(name, **sizes)):
-            yield Case(step_graph(name, **sizes), shares, LIMIT_S if shares == DEEP_SHARES else STEP_LIMIT_S)
+    for name, shares in STEPS.items():
+        if wanted(name):
+            yield Case(step_graph(name), shares, LIMIT_S if shares == DEEP_SHARES else STEP_LIMIT_S)
     if data is not None:
         for name in LOGS:
             if wanted(f"log_{name}"):

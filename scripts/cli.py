@@ -32,6 +32,7 @@ from planner.simulate import simulate
 from .entry import INTERRUPTED
 from .output import OutputLost, computing, progress_bar, standard_output
 from .rows import RowFile, make_folder, read_rows, write_rows
+from .steps import step_name
 
 if TYPE_CHECKING:
     from graphs.capture import Step
@@ -221,7 +222,8 @@ def _target(command: argparse.ArgumentParser, *, several: bool = False) -> None:
         "workload",
         metavar="WORKLOAD",
         nargs="+" if several else None,
-        help="name (see belady workloads), path.py:function, or a graph file (.json, .log, .log.gz)",
+        help="name (see belady workloads), which may have sizes (gpt2-depth24-seq64), path.py:function, or a graph file (.json, "
+        ".log, .log.gz)",
     )
     group = command.add_argument_group("the training step")
     group.add_argument("--batch", type=int, help="batch size")
@@ -323,7 +325,7 @@ class Loaded:
         except (MemoryError, RuntimeError) as error:  # torch's allocator raises the latter
             raise InputError(f"{name} cannot be built: {str(error).strip().partition(chr(10))[0] or 'out of memory'}") from error
         status(f"capturing {name}")
-        step = capture(model, self.inputs, loss=loss, name=Path(name).stem if ":" in name else name)
+        step = capture(model, self.inputs, loss=loss, name=step_name(Path(name).stem if ":" in name else name, sizes))
         costs = "auto" if arguments.costs is None else arguments.costs
         status(f"pricing {len(step.graph.ops)} ops ({costs})")
         self.step = with_costs(step, costs, progress=lambda done, total: status(f"timing distinct ops: {done} of {total}"))

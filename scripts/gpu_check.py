@@ -47,6 +47,7 @@ from planner.schedule import keep_all
 from planner.simulate import simulate
 
 from .rows import RowFile
+from .steps import step_name
 
 if TYPE_CHECKING:
     from graphs.capture import Step
@@ -140,10 +141,6 @@ def cells(methods: Sequence[str], shares: Sequence[float]) -> list[Cell]:
     return found + [Cell(COMPILED, share) for share in shares if COMPILED in methods]
 
 
-def label(name: str, sizes: dict[str, int]) -> str:
-    return "-".join([name, *(f"{size}{number}" for size, number in sizes.items())])
-
-
 # Plans.
 
 
@@ -231,7 +228,7 @@ def captured(name: str, sizes: dict[str, int], device: str, folder: Path | None)
     from planner.plan import with_costs
 
     model, inputs, loss = build(name, device=device, **dict[str, Any](sizes))
-    step = capture(model, inputs, loss=loss, name=label(name, sizes))
+    step = capture(model, inputs, loss=loss, name=step_name(name, sizes))
     if folder is None:
         # Without a bar of its own: there is one already, and a terminal shows one at a time.
         return with_costs(step, "measured" if device == "cuda" else "roofline", progress=lambda done, total: None), inputs
@@ -484,7 +481,7 @@ class Session:
         from .gpu_rivals import Bench
 
         begin = time.monotonic()
-        graph_name = label(name, sizes)
+        graph_name = step_name(name, sizes)
         todo = self.missing(graph_name)
         at = 0
         try:
@@ -537,7 +534,7 @@ class Session:
 def run_all(session: Session, sizes: dict[str, dict[str, int]], tests: Path | None) -> None:
     """Tests, then the workloads, each with its part of the time that is left."""
     arguments, console = session.arguments, session.console
-    todo = {name: chosen for name, chosen in sizes.items() if session.missing(label(name, chosen))}
+    todo = {name: chosen for name, chosen in sizes.items() if session.missing(step_name(name, chosen))}
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with contextlib.ExitStack() as stack:
         progress = stack.enter_context(Progress(*columns, console=console, disable=not console.is_terminal, transient=True))
@@ -549,7 +546,7 @@ def run_all(session: Session, sizes: dict[str, dict[str, int]], tests: Path | No
             pool = stack.enter_context(contextlib.closing(_Pool(min(len(arguments.budget), (os.cpu_count() or 2) - 1)))).pool
         for at, (name, chosen) in enumerate(todo.items()):
             if session.guard.left_s <= 0 or session.lost:
-                session.left_out[label(name, chosen)] = session.missing(label(name, chosen))
+                session.left_out[step_name(name, chosen)] = session.missing(step_name(name, chosen))
                 continue
             limit_s = session.guard.left_s / (len(todo) - at)
             session.workload(name, chosen, limit_s, pool, functools.partial(_tell, progress, bar, name))
@@ -614,7 +611,7 @@ def _main(arguments: argparse.Namespace, console: Console) -> int:
             save_graph(step.graph, graph_file(folder, step.graph.name))
             console.print(f"{step.graph.name}: {len(step.graph.ops)} ops")
     if arguments.make_plans:
-        names = [label(name, s[name]) for s in (SMALL, LARGE) for name in arguments.only or s]
+        names = [step_name(name, s[name]) for s in (SMALL, LARGE) for name in arguments.only or s]
         return make_plans(
             Path(arguments.make_plans), arguments.budget, names=names, seconds=arguments.plan_seconds, console=console
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from rich.progress import Progress
@@ -16,19 +16,20 @@ from .rows import write_rows
 RowsOf = Callable[[Graph, Progress], Iterable[dict[str, Any]]]
 
 
-def step_name(workload: str, **sizes: int) -> str:
-    """What rows call a workload: with the sizes that are not its default ones."""
-    return "-".join([workload, *(f"{size}{number}" for size, number in sizes.items())])
+def step_name(workload: str, sizes: Mapping[str, int | None]) -> str:
+    """What rows and files call a workload with the sizes that are asked for: "gpt2-depth96", as ``graphs.workloads.build`` knows
+    it."""
+    return "-".join([workload, *(f"{size}{number}" for size, number in sizes.items() if number is not None)])
 
 
-def step_graph(workload: str, **sizes: int) -> Graph:
-    """The training step of a workload, with the roofline's costs."""
+def step_graph(name: str) -> Graph:
+    """The training step of a workload, whose name may have sizes ("gpt2-depth96"), with the roofline's costs."""
     from graphs.capture import capture  # torch takes time to load, and some do without
     from graphs.workloads import build
     from planner.plan import with_costs
 
-    model, inputs, loss = build(workload, **dict[str, Any](sizes))
-    step = capture(model, inputs, loss=loss, name=step_name(workload, **sizes))
+    model, inputs, loss = build(name)
+    step = capture(model, inputs, loss=loss, name=name)
     return with_costs(step, "roofline").graph
 
 

@@ -16,9 +16,10 @@ import torch
 from torch import nn
 
 from belady import gpu_check
-from belady.gpu_check import LARGE, ONLINE, PLANNED, SMALL, Guard, OutOfTime, label, main, run_tests
+from belady.gpu_check import LARGE, ONLINE, PLANNED, SMALL, Guard, OutOfTime, main, run_tests
 from belady.gpu_rivals import blocks, wrapped
 from belady.rows import read_rows
+from belady.steps import step_name
 from graphs.capture import capture
 from graphs.costs import roofline
 from graphs.workloads import build
@@ -106,7 +107,7 @@ def test_plans_made_before_need_no_solver(tmp_path: Path) -> None:
     plans = tmp_path / "plans"
     arguments = ["--small", "--only", "unet", "--budget", "0.7"]
     assert main([*arguments, "--make-graphs", str(plans)]) == 0
-    assert [path.name for path in plans.iterdir()] == [f"{label('unet', TINY['unet'])}.graph.json"]
+    assert [path.name for path in plans.iterdir()] == [f"{step_name('unet', TINY['unet'])}.graph.json"]
     graph = next(plans.iterdir())
     content = json.loads(graph.read_text())
     for op in content["ops"]:

@@ -87,6 +87,12 @@ def test_sizes_reach_the_model(tiny: tuple[str, dict[str, int]]) -> None:
     ("arguments", "message"),
     [
         ({"name": "resnet51"}, "unknown workload 'resnet51'; there are: mlp, resnet50"),
+        ({"name": "mlp-deep"}, r"unknown workload 'mlp-deep'; there are: .* also with sizes \(gpt2-depth24-seq64\)"),
+        ({"name": "mlp-depth"}, "unknown workload 'mlp-depth'"),
+        ({"name": "mlp-batch2-depth4", "depth": 3}, "mlp-batch2-depth4 is asked for with depth 4 and with depth 3; give one"),
+        ({"name": "mlp-depth4-depth4"}, "asked for with depth 4 and with depth 4"),
+        ({"name": "mlp-depth0"}, "depth must be a positive integer, not 0"),
+        ({"name": "mlp-seq4"}, "mlp has no seq to choose; it has: batch, depth"),
         ({"name": "mlp", "seq": 4}, "mlp has no seq to choose; it has: batch, depth"),
         ({"name": "mlp", "batch": 0}, "batch must be a positive integer, not 0"),
         ({"name": "vgg16", "depth": 12}, "depth must be one of 11, 13, 16, 19, not 12"),
@@ -98,6 +104,14 @@ def test_sizes_reach_the_model(tiny: tuple[str, dict[str, int]]) -> None:
 def test_bad_arguments_are_refused(arguments: dict[str, object], message: str) -> None:
     with pytest.raises(InputError, match=message):
         build(**arguments)  # type: ignore[arg-type]
+
+
+def test_a_name_may_have_sizes() -> None:
+    model, (batch, _), _ = build("mlp-depth3-batch5", seed=7)
+    same, _, _ = build("mlp", depth=3, batch=5, seed=7)
+    assert [p.shape for p in model.parameters()] == [p.shape for p in same.parameters()]
+    assert batch.shape[0] == 5
+    assert build("mlp-depth3", batch=5)[1][0].shape[0] == 5
 
 
 def test_a_language_model_needs_two_tokens() -> None:
