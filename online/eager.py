@@ -404,6 +404,9 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
             for content in read:
                 self._keep(content, kind.name)
             acts = True  # what it makes stays, too
+        elif kind.collective:
+            for content in read:
+                self._keep(content, kind.name)
         if written:
             acts = acts or any(content.made_by is None or content.number in self._engine.kept for content in written)
         recipe: Recipe | None = None
@@ -598,7 +601,8 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
         for at, name in kind.written:
             argument = args[at] if at < len(args) else kwargs.get(name)
             for tensor in (argument,) if isinstance(argument, Tensor) else argument or ():
-                found[self.content(tensor)] = None
+                for each in (tensor,) if isinstance(tensor, Tensor) else tensor:  # one list of outputs for each input
+                    found[self.content(each)] = None
         return list(found)
 
     def _declare(

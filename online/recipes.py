@@ -226,12 +226,14 @@ class Kind:
     random   draws random numbers
     foreign  none of PyTorch's own: it may draw without saying so, and is ``random`` once it did
     acts     on the outside world, so that it must not run twice
+    collective  goes on once it has returned, in a thread of its own that reads and writes what it was given
     moves    puts a tensor on another storage or changes the size of one
     entries  entries[acts][in_backward]: what is noted of a call; each made once
     """
 
     __slots__ = (
         "acts",
+        "collective",
         "entries",
         "foreign",
         "func",
@@ -260,12 +262,18 @@ class Kind:
             writes = [at for at in writes if at not in self.scratch]
         elif packet in _RNN_BACKWARDS:  # nor that cuDNN works in what it was handed by the forward
             writes.append([argument.name for argument in schema.arguments].index("reserve"))
+        elif func.namespace == "c10d":  # nor that what other processes send is written to what is given
+            given = [(at, a.name) for at, a in enumerate(schema.arguments) if "Tensor" in str(a.type)]
+            writes = [at for at, name in given if not name.startswith("input")]
         self.written = tuple((at, schema.arguments[at].name) for at in writes)
         gives_tensors = any("Tensor" in str(r.type) for r in schema.returns)
-        self.gives_back = bool(self.written) and all(r.alias_info is not None for r in schema.returns)
+        self.gives_back = bool(self.written) and (
+            func.namespace == "c10d" or all(r.alias_info is not None for r in schema.returns)
+        )
         self.random = torch.Tag.nondeterministic_seeded in func.tags
         self.foreign = is_foreign(func)
-        self.acts = (not self.written and not schema.returns) or func.namespace in ("c10d", "_c10d_functional")
+        self.collective = func.namespace in _COLLECTIVES
+        self.acts = (not self.written and not schema.returns) or self.collective
         self.moves = packet in ("aten::set_", "aten::resize_", "aten::resize_as_")
         tensors = [at for at, a in enumerate(schema.arguments) if "Tensor" in str(a.type)]
         self.of_first = tensors == [0] and str(schema.arguments[0].type) == "Tensor"
@@ -293,6 +301,8 @@ _BATCH_NORMS = frozenset(
         "batch_norm_update_stats",
     )
 )
+
+_COLLECTIVES = frozenset({"c10d", "_c10d_functional", "_dtensor", "symm_mem"})  # namespaces of operators of several processes
 
 _RNN_BACKWARDS = frozenset({"aten::_cudnn_rnn_backward", "aten::miopen_rnn_backward"})
 

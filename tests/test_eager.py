@@ -1280,6 +1280,41 @@ def test_function_transforms_work_inside() -> None:
     assert run.live_bytes < run.peak_bytes
 
 
+@pytest.mark.skipif(
+    not torch.distributed.is_available() or not torch.distributed.is_gloo_available(), reason="torch is built without gloo"
+)
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize(
+    "name", ["all_gather", "all_gather_into_tensor", "reduce_scatter", "all_to_all_single", "scatter", "gather"]
+)
+def test_what_other_processes_send_stays(name: str) -> None:
+    """The operators of collectives do not say that they write, and go on in other threads once they have returned."""
+    from torch import distributed
+
+    x = torch.arange(1000.0)
+    calls: dict[str, Callable[[Tensor, Tensor], object]] = {
+        "all_gather": lambda out, given: distributed.all_gather([out], given),
+        "all_gather_into_tensor": distributed.all_gather_into_tensor,
+        "reduce_scatter": lambda out, given: distributed.reduce_scatter(out, [given]),
+        "all_to_all_single": distributed.all_to_all_single,
+        "scatter": lambda out, given: distributed.scatter(out, [given]),
+        "gather": lambda out, given: distributed.gather(given, [out]),
+    }
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        with budget(16_000, heuristic="lru", holding=x) as run:
+            out, given = torch.zeros(1000), x * 1
+            calls[name](out, given)
+            spare = x * 3
+            other = x + 1  # one of the others has to go
+            del spare
+    finally:
+        distributed.destroy_process_group()
+    assert (run.counters.evictions, run.counters.recomputations) == (1, 0)
+    assert torch.equal(out, x)
+    assert torch.equal(other, x + 1)
+
+
 def test_what_other_threads_do_is_no_matter_of_the_block() -> None:
     found = case("mlp")
     other = Mlp()
