@@ -267,6 +267,25 @@ def around_packing(inside: Callable[[], contextlib.AbstractContextManager[object
                 engine._pop_saved_tensors_default_hooks()
 
 
+@contextlib.contextmanager
+def called_back_here(wanted: Callable[[], bool]) -> Iterator[None]:
+    """Where ``wanted()``, have what a thread asks to be done after a collective done by that thread, which waits for it. Else a
+    thread of the collective's own does it. What the program completes by itself (``torch.futures.Future``) is not waited for."""
+    future: Any = torch._C.Future
+
+    def waiting(original: Any) -> Any:
+        def add(self: Any, callback: Any) -> Any:
+            if type(self) is future and wanted():
+                with contextlib.suppress(Exception):  # the callback is the one to be told
+                    self.wait()
+            return original(self, callback)
+
+        return add
+
+    with patched(future, "then", waiting(future.then)), patched(future, "add_done_callback", waiting(future.add_done_callback)):
+        yield
+
+
 def is_active(mode: TorchDispatchMode) -> bool:
     """Whether a mode sees the operators of this thread."""
     return mode in _get_current_dispatch_mode_stack()

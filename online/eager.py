@@ -36,6 +36,7 @@ from graphs.torch_private import (
     REPLACES_IN_PLACE,
     around_backwards,
     around_packing,
+    called_back_here,
     current_stream,
     in_backward,
     in_no_tensor,
@@ -250,6 +251,7 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
             self._interposed.enter_context(reads)
             for around in (around_backwards, around_packing):
                 self._interposed.enter_context(around(lambda: reads if self._is_here() else contextlib.nullcontext()))
+            self._interposed.enter_context(called_back_here(self._is_here))
             self._interposed.enter_context(self._operators)
             self._interposed.enter_context(old_objects_left_alone())
         except BaseException:

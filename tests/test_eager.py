@@ -12,7 +12,7 @@ import os
 import threading
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import Mock
 
@@ -1280,9 +1280,22 @@ def test_function_transforms_work_inside() -> None:
     assert run.live_bytes < run.peak_bytes
 
 
-@pytest.mark.skipif(
+without_gloo = pytest.mark.skipif(
     not torch.distributed.is_available() or not torch.distributed.is_gloo_available(), reason="torch is built without gloo"
 )
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """A group of this process."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@without_gloo
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize(
     "name", ["all_gather", "all_gather_into_tensor", "reduce_scatter", "all_to_all_single", "scatter", "gather"]
@@ -1300,19 +1313,42 @@ def test_what_other_processes_send_stays(name: str) -> None:
         "scatter": lambda out, given: distributed.scatter(out, [given]),
         "gather": lambda out, given: distributed.gather(given, [out]),
     }
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    try:
-        with budget(16_000, heuristic="lru", holding=x) as run:
-            out, given = torch.zeros(1000), x * 1
-            calls[name](out, given)
-            spare = x * 3
-            other = x + 1  # one of the others has to go
-            del spare
-    finally:
-        distributed.destroy_process_group()
+    with alone(), budget(16_000, heuristic="lru", holding=x) as run:
+        out, given = torch.zeros(1000), x * 1
+        calls[name](out, given)
+        spare = x * 3
+        other = x + 1  # one of the others has to go
+        del spare
     assert (run.counters.evictions, run.counters.recomputations) == (1, 0)
     assert torch.equal(out, x)
     assert torch.equal(other, x + 1)
+
+
+def test_what_is_done_after_a_collective_is_an_op_of_the_block() -> None:
+    """As in hooks of DDP that compress. A thread of the collective's own would find tensors empty and write to them unnoticed."""
+    x, received = torch.arange(1000.0), torch.ones(1000)
+    work: Any = torch._C.Future([])  # what a collective in another thread gives
+    threads: list[int] = []
+    with budget(20_000, heuristic="lru", holding=x) as run:
+        out = x * 2
+        rest = [x + i for i in range(4)]  # out has to go
+        own: torch.futures.Future[int] = torch.futures.Future()
+        own.then(lambda done: threads.append(done.value()))  # nobody waits for it
+
+        def add(done: Any) -> None:
+            threads.append(threading.get_ident())
+            out.add_(done.value())
+
+        threading.Timer(0.2, work.set_result, (received,)).start()
+        del rest
+        work.then(add)
+        assert threads == [threading.get_ident()]
+        own.set_result(0)
+        rest = [x + i for i in range(3)]  # it has to go once more
+        del rest
+    assert threads == [threading.get_ident(), 0]
+    assert run.counters.recomputations >= 2
+    assert torch.equal(out, x * 2 + 1)
 
 
 def test_what_other_threads_do_is_no_matter_of_the_block() -> None:
