@@ -597,6 +597,14 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
         content = self._contents.get(tensor.untyped_storage()._cdata)
         return self._meet(tensor) if content is None else content
 
+    def knows_bytes(self, tensor: Tensor) -> bool:
+        """Whether the storage of a tensor has bytes, or had them until they were evicted. One that has none yet may be made
+        larger past the dispatcher (FSDP2 does so with whole parameters), and is met once an operator gets it."""
+        if tensor.layout is not STRIDED:
+            return True
+        storage = tensor.untyped_storage()
+        return storage.nbytes() > 0 or storage._cdata in self._contents
+
     def _written(self, kind: Kind, args: Any, kwargs: Any) -> list[Content]:
         """The contents an op writes over, each once."""
         found: dict[Content, None] = {}

@@ -150,7 +150,8 @@ class RawReads(TorchFunctionMode):
             run = self._run
             with run.noting():
                 for tensor in tensors_in(unwrapped(args[0])):
-                    run.fix(run.content(tensor), func.__name__)
+                    if run.knows_bytes(tensor):
+                        run.fix(run.content(tensor), func.__name__)
         elif func in _READS or func in _WRITES or func in _GATHERS or (func in _INDEXES and _holds_list(args[1])):
             run = self._run
             with run.noting():

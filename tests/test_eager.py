@@ -1351,6 +1351,21 @@ def test_what_is_done_after_a_collective_is_an_op_of_the_block() -> None:
     assert torch.equal(out, x * 2 + 1)
 
 
+def test_memory_that_comes_past_the_dispatcher_is_counted_once_it_is_written_to() -> None:
+    """FSDP2 gives gathered parameters their memory, and takes it, by the size of their storage."""
+    whole, part = torch.empty(1000), torch.arange(1000.0)
+    for _ in range(2):
+        whole.untyped_storage().resize_(0)
+        with budget(12_000, heuristic="lru", holding=part) as run:
+            whole.untyped_storage().resize_(4000)
+            whole.copy_(part)
+            out = whole * 2
+            with pytest.raises(BudgetExceeded):
+                torch.add(out, part).add_(whole)
+        assert run.peak_bytes == 12_000
+        assert torch.equal(out, part * 2)
+
+
 def test_what_other_threads_do_is_no_matter_of_the_block() -> None:
     found = case("mlp")
     other = Mlp()
