@@ -141,9 +141,12 @@ class GrowingEngine(Engine):
         self._held[s] += 1
 
     def let_go(self, s: int) -> None:
-        """Undo one ``hold``."""
+        """Undo one ``hold``. What was held may have been written over since, and be gone."""
         self._held[s] -= 1
-        self._unlock(s)
+        if self.resident[s]:
+            self._unlock(s)
+        else:
+            self._locks[s] -= 1
 
     def drop(self, s: int) -> None:
         """The program holds no reference to storage ``s`` any more; what was kept is not kept any more."""

@@ -861,6 +861,32 @@ def test_what_is_gathered_past_the_dispatcher_is_there(name: str) -> None:
     assert swept(step, x, 0.7) > 5
 
 
+@pytest.mark.parametrize("heuristic", ["lru", "dtr_eq+counted", "random"])
+def test_writes_at_places_in_a_list_leave_nothing_to_evict_that_is_gone(heuristic: str) -> None:
+    """The tensor is held for reading past the dispatcher, and is another version when it is let go of."""
+    torch.manual_seed(0)
+    x = torch.randn(8, 8)
+
+    def compute() -> Tensor:
+        t = x.sin()
+        t[[0, 2]] = x[[1, 3]]
+        y = t
+        for _ in range(6):
+            y = y.cos() * t
+        return y.sum()
+
+    expected, fitted = compute(), []
+    for limit in range(400, 2400, 40):
+        try:
+            with budget(limit, heuristic=heuristic, costs="modelled") as run:
+                got = compute()
+        except BudgetExceeded:
+            continue
+        assert torch.equal(got, expected) and run.peak_bytes <= limit
+        fitted.append(limit)
+    assert 0 < len(fitted) < 50
+
+
 def test_the_default_dtype_is_that_of_the_first_run() -> None:
     x = torch.randn(1000)
 
