@@ -65,6 +65,7 @@ from online.recipes import (
     Notice,
     Recipe,
     View,
+    WithoutMemory,
     check_layout,
     counted_bytes,
     foreseen,
@@ -83,6 +84,7 @@ from planner.simulate import simulate
 
 Holding = Tensor | nn.Module | torch.optim.Optimizer | Mapping[Any, Any] | Iterable[Any]
 
+_META = torch.device("meta")
 _NONE: dict[str, Any] = {}  # arguments by name of most calls
 _UNDER_WAY: list[EagerRun] = []  # the run that is under way, if one is
 
@@ -359,7 +361,10 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
     # Every operator call
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Do what ``func(*args, **kwargs)`` does, under the budget; ``kwargs`` may be None."""
+        """Do what ``func(*args, **kwargs)`` does, under the budget; ``kwargs`` may be None.
+
+        Raises WithoutMemory, with nothing done, for what reads or makes tensors on the device "meta".
+        """
         if self._died or self._dead or self._unread:
             self._bury()
         kind = kind_of(func)
@@ -378,6 +383,8 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
         named = _NONE
         if kwargs:
             named = {name: described(argument, read, key) for name, argument in kwargs.items()}
+            if kwargs.get("device") == _META:
+                raise WithoutMemory
         else:
             kwargs = named
         if kind.moves:
@@ -589,13 +596,17 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
         return argument
 
     def content(self, tensor: Tensor) -> Content:
-        """What the storage of a tensor holds now; a storage not seen before was made outside the block."""
+        """What the storage of a tensor holds now; a storage not seen before was made outside the block. Raises WithoutMemory."""
         if tensor.layout is not STRIDED:
             check_layout(tensor)
         if self._died:
             self._forget()
         content = self._contents.get(tensor.untyped_storage()._cdata)
-        return self._meet(tensor) if content is None else content
+        if content is not None:
+            return content
+        if tensor.is_meta:
+            raise WithoutMemory
+        return self._meet(tensor)
 
     def knows_bytes(self, tensor: Tensor) -> bool:
         """Whether the storage of a tensor has bytes, or had them until they were evicted. One that has none yet may be made
@@ -699,7 +710,7 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
         sizes = self._engine.size_bytes
         for storage, s in zip(made, outs[len(written) :], strict=True):
             content = self._new_content(s, sizes[s], recipe, storage)
-            if recipe is None or not storage.resizable():
+            if recipe is None or not storage.resizable() or storage.device == _META:
                 self._keep(content, "")
         if recipe is None:
             for content in replaced:

@@ -21,6 +21,7 @@ from graphs.torch_private import (
     unwrapped,
     without_torch_function,
 )
+from online.recipes import WithoutMemory
 
 if TYPE_CHECKING:
     from online.eager import EagerRun
@@ -40,12 +41,15 @@ def _takes_calls_apart(kind: type[Tensor]) -> bool:
 
 
 def tensors_in(holding: Any) -> Iterator[Tensor]:
-    """Tensors of a module, of the state of an optimizer, of containers of these; in place of one made of others, those."""
+    """Tensors of a module, of the state of an optimizer, of containers of these; in place of one made of others, those.
+
+    Those without memory are left out: on the device "meta", or of a tracer that knows no data.
+    """
     if isinstance(holding, Tensor):
         if is_traceable_wrapper_subclass(holding):
             for name in holding.__tensor_flatten__()[0]:
                 yield from tensors_in(getattr(holding, name))
-        elif not _takes_calls_apart(type(holding)) and not is_lazy(holding):
+        elif not (_takes_calls_apart(type(holding)) or is_lazy(holding) or holding.is_meta or isinstance(holding, FakeTensor)):
             yield holding
     elif isinstance(holding, nn.Module):
         for tensor in (*holding.parameters(), *holding.buffers()):
@@ -90,6 +94,8 @@ class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         with without_torch_function():  # what is done here to a tensor is no reading of the program's
             try:
                 return self._call(func, args, kwargs)
+            except WithoutMemory:
+                return func(*args, **(kwargs or {}))
             except BaseException as error:
                 self._run.raised = _without_frames(error)
                 if isinstance(error, KeyboardInterrupt):

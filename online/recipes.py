@@ -25,6 +25,10 @@ class Gone(Exception):
     """The program has dropped, in another thread, what was counted as there."""
 
 
+class WithoutMemory(Exception):
+    """A tensor on the device "meta" has turned up: there is nothing to count or to evict."""
+
+
 class Content:
     """What a storage holds from one write to the next: a storage of the engine.
 

@@ -1133,6 +1133,34 @@ def test_control_flow_of_the_compiler_is_refused() -> None:
         torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,))
 
 
+def test_tensors_without_memory_take_none() -> None:
+    """Of the device "meta", and those that tracers work with; ops among these are none of the budget's."""
+    outside = torch.empty(1000, 1000, device="meta")
+    with budget(1000) as run:
+        with torch.device("meta"):
+            layer = nn.Linear(1000, 1000)
+        y = layer(outside)
+        y.add_(1)
+        assert y.is_meta and torch.ones(3).to("meta").is_meta
+        assert layer(torch.empty_like(outside)).shape == (1000, 1000)
+        assert run.live_bytes == 0
+        layer.to_empty(device="meta")
+    assert run.peak_bytes <= 64
+
+
+def test_derivatives_by_a_tracer_that_knows_no_data_fit_where_the_numbers_do() -> None:
+    x = torch.randn(8, 8)
+
+    def step() -> list[Tensor]:
+        y = torch.func.linearize(torch.tanh, x)[1](x)
+        push(x)
+        return [y]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyTorch's own, about what it traces
+        assert swept(step, x, 0.5) > 0
+
+
 def test_sizes_that_depend_on_data_are_counted() -> None:
     x = torch.arange(1000.0)
     with budget(40_000, holding=x) as run:
