@@ -55,7 +55,8 @@ from planner.stage_model import with_end
 Form = Literal["strong", "paper"]
 FORMS = ("strong", "paper")
 
-SCALE = 1e6  # times and bytes are divided so that totals are about this; solvers work to an absolute 1e-6
+SCALE = 1e6  # times are divided so that the total is about this; solvers work to an absolute 1e-6
+UNITS = 10_000_000  # the most units of bytes in a budget; of ten times as many, solvers have cut off optima
 
 COEFFICIENTS = 10_000_000  # of a model at most: some 8 GB with what solvers make of it, and far beyond what any has solved
 
@@ -77,7 +78,7 @@ class CheckmateModel:
     hold     for each stage, the variable number of each value's S
     rerun    for each stage, that of each op's R, ops ascending
     free     (t, x, k) -> variable number of F
-    used     (t, k) -> variable number of U, k < t; room is its most, in units of bytes
+    used     (t, k) -> variable number of U, k < t; room is its most, in units of bytes, which sizes are rounded down to
     unit_ns  nanoseconds per unit of cost
     """
 
@@ -90,8 +91,8 @@ class CheckmateModel:
     rerun: tuple[dict[int, int], ...]
     free: dict[tuple[int, int, int], int]
     used: dict[tuple[int, int], int]
-    room: float
-    unit_bytes: float
+    room: int
+    unit_bytes: int
     unit_ns: float
 
     def bound_ns(self, bound: float) -> int | None:
@@ -137,8 +138,11 @@ def checkmate_model(
     # What is in memory is always a multiple of this, so less than one more is no room.
     grain = _grain((*size, *(op.workspace_bytes for op in graph.ops)))
     room_bytes = (budget_bytes - graph.resident_bytes) // grain * grain
+    # Solvers cut off optima, and call feasible models infeasible, where rows on memory have coefficients that are not whole. What
+    # is rounded down fits no worse; a solution that exceeds the budget for it is for the caller to see.
+    unit_bytes = grain * max(1, -(-room_bytes // (grain * UNITS)))
+    units = [x // unit_bytes for x in size]
     unit_ns = _unit((op.time_ns for op in graph.ops), graph.keep_all_time_ns)
-    unit_bytes = _unit((*size, *(op.workspace_bytes for op in graph.ops), room_bytes), max(1, room_bytes))
     needed = _needed(graph, may, deadline) if presolve else _made_before(graph, deadline)
     first = _first_tight(graph, needed, room_bytes, size) if presolve else 0
 
@@ -152,7 +156,7 @@ def checkmate_model(
         hold.append({x: milp.binary() if integer else milp.fraction() for x in stage})
         rerun.append({i: _rerun(milp, graph.ops[i].time_ns / unit_ns, integer=integer) for i in makers if may[i]})
     model = CheckmateModel(
-        graph, count, milp, needed, first, tuple(hold), tuple(rerun), {}, {}, room_bytes / unit_bytes, unit_bytes, unit_ns
+        graph, count, milp, needed, first, tuple(hold), tuple(rerun), {}, {}, room_bytes // unit_bytes, unit_bytes, unit_ns
     )
     for t in range(first, len(graph.ops)):
         out_of_time(deadline)
@@ -163,8 +167,8 @@ def checkmate_model(
         if len(milp.entries) > COEFFICIENTS:
             raise Stopped(f"the model is too large: {COEFFICIENTS:,} coefficients by stage {t} of {len(graph.ops)}")
         if not roomy:
-            _hazards(model, t, size, strong=form == "strong", integer=integer)
-            _memory(model, t, size)
+            _hazards(model, t, units, strong=form == "strong", integer=integer)
+            _memory(model, t, units)
     return model
 
 
@@ -252,25 +256,25 @@ def _published(milp: Milp, f: int, run: int, hazards: Sequence[int], *, sure: in
 
 
 def _memory(model: CheckmateModel, t: int, size: Sequence[int]) -> None:
-    """(2), (3), (4) and the budget, at every op that may run in stage t."""
-    graph, hold, milp, unit = model.graph, model.hold[t], model.milp, model.unit_bytes
-    before = [(s, size[x] / unit) for x, s in hold.items() if size[x]]
+    """(2), (3), (4) and the budget, at every op that may run in stage t; sizes in units."""
+    graph, hold, milp = model.graph, model.hold[t], model.milp
+    before = [(s, float(size[x])) for x, s in hold.items() if size[x]]
     for k, r in model.rerun[t].items():
         op = graph.ops[k]
-        made = sum(size[x] for x in op.outputs if x in hold) / unit
-        besides = (op.workspace_bytes + sum(size[x] for x in op.outputs if x not in hold)) / unit  # outputs nothing needs
+        made = float(sum(size[x] for x in op.outputs if x in hold))
+        besides = op.workspace_bytes // model.unit_bytes + sum(size[x] for x in op.outputs if x not in hold)  # what nothing needs
         u = milp.number(model.room)
         model.used[t, k] = u
         milp.equal(0.0, [(u, -1.0), *before, (r, made)] if made else [(u, -1.0), *before])
         if besides:
-            milp.at_most(model.room, [(u, 1.0), (r, besides)])
+            milp.at_most(model.room, [(u, 1.0), (r, float(besides))])
         before = [(u, 1.0)]
         for x in (*op.inputs, *op.outputs):
             if (f := model.free.get((t, x, k))) is not None:
-                before.append((f, -size[x] / unit))
+                before.append((f, -float(size[x])))
     op = graph.ops[t]
-    own = op.workspace_bytes + sum(size[x] for x in op.outputs)
-    milp.at_most(model.room - own / unit, before)
+    own = op.workspace_bytes // model.unit_bytes + sum(size[x] for x in op.outputs)
+    milp.at_most(model.room - own, before)
 
 
 def walk(model: CheckmateModel, held: Held) -> list[int] | None:
@@ -363,7 +367,7 @@ def values_of(model: CheckmateModel, held: Held) -> list[float] | None:
         if values[model.rerun[t][k]] and not held_on and t not in graph.consumers[x]:
             later = (j for j in graph.consumers[x] if j > k and j in model.rerun[t])
             values[f] = float(not any(values[model.rerun[t][j]] for j in later))
-    size = [0 if x in graph.resident else value.size_bytes / model.unit_bytes for x, value in enumerate(graph.values)]
+    size = [0 if x in graph.resident else value.size_bytes // model.unit_bytes for x, value in enumerate(graph.values)]
     for t in range(model.first, len(graph.ops)):
         hold, held_bytes = model.hold[t], sum(size[x] for x in model.hold[t] if x in held[t])
         for k, r in model.rerun[t].items():

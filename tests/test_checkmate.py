@@ -469,6 +469,27 @@ def test_cbc_false_infeasible_is_checked() -> None:
     assert found.time_ns == least_time_in_space(graph, 260_000_002) == graph.keep_all_time_ns + 10**8
 
 
+@pytest.mark.parametrize("form", ["strong", "paper"])
+@pytest.mark.parametrize("solver", ["cbc", "highs", "scip"])
+def test_solvers_lose_no_optimum(solver: str, form: Form) -> None:
+    """With sizes in fractions of a unit, CBC cut off the only solution that runs no more than the third op again."""
+    million = 10**6
+    sizes = (1, 5 * million + 37, 3 * million + 22, 2 * million + 14, 3 * million + 21, 3, 9 * million + 64)
+    sizes += (5 * million + 35, 3 * million + 21, 5 * million + 36, million + 7, million + 10, 2 * million + 15)
+    ops = (
+        Op("a", (0,), (1, 2, 3), 34, workspace_bytes=million + 7),
+        Op("b", (0,), (4, 5), 0, effect=True),
+        Op("c", (1, 3), (6,), 1),
+        Op("d", (1, 2, 4, 6), (7, 8), 6, effect=True),
+        Op("e", (7,), (9, 10, 11), 20),
+        Op("f", (1, 2, 3, 4, 6, 8, 9, 11), (12,), 35),
+    )
+    graph = Graph("tight", ops, tuple(Value(str(x), size) for x, size in enumerate(sizes)), frozenset({0}), frozenset({9, 12}))
+    found = solve(graph, 33_000_241, method="checkmate", gap=0.0, solver=solver, form=form)
+    best = least_time_in_space(graph, 33_000_241)
+    assert found.time_ns == found.restricted_bound_ns == best == graph.keep_all_time_ns + 1
+
+
 def test_a_solver_in_trouble_is_no_crash(monkeypatch: pytest.MonkeyPatch) -> None:
     """What OR-Tools raises where HiGHS ends with "unknown" is the end of that solve, and the plan says so."""
     from ortools.math_opt.core.python import solver
