@@ -275,6 +275,7 @@ def infeasible(
     known = plan.notes.get("least_bytes", 0) if plan is not None else 0
     proved, (works, _) = max(known, least_bytes(graph)), _smallest(graph, time_limit_s, copied_bytes)
     reason = f": {plan.notes.get('infeasible')}" if plan is not None and proved <= budget_bytes else ""
+    proved = max(proved, budget_bytes + 1)  # where only the planner's own proof says so
     asked = f"{budget_bytes:,} bytes ({format_bytes(budget_bytes)})"
     whole = "; an int is bytes, the whole keep-all peak is 1.0" if budget_bytes == 1 else ""
     return InfeasibleBudget(

@@ -98,6 +98,17 @@ def test_what_fits_with_early_values_counted_throughout_fits_in_halves(seed: int
         assert found.schedule == hold_early(graph, found.schedule)
 
 
+def test_a_refused_budget_is_below_the_proved_minimum() -> None:
+    """While c runs, a is there too, which is an output and made once; what is proved for all orders knows only of b."""
+    ops = (Op("a", (), (0,), 1, effect=True), Op("b", (0,), (1,), 1), Op("c", (1,), (2,), 1, workspace_bytes=5))
+    graph = Graph(
+        "line", ops, tuple(Value(name, size) for name, size in zip("abc", (5, 1, 1), strict=True)), frozenset(), frozenset({0, 2})
+    )
+    with pytest.raises(InfeasibleBudget, match=r"at least 12 bytes, .* known to work is 12") as caught:
+        plan(graph, 11)
+    assert (caught.value.proved_bytes, caught.value.works_bytes) == (12, 12)
+
+
 def test_budget_below_the_minimum_is_refused_with_both_numbers(ladder: Graph) -> None:
     # d alone holds b, c and d
     with pytest.raises(
