@@ -61,6 +61,8 @@ def state_of(model: nn.Module, loss: Loss | None, *, gradient_hooks: bool = Fals
     for name, part in model.named_modules():
         if getattr(part, "runs_a_plan", False):
             raise CaptureError(f"{name or who} is a planned module; plan with the model that it was made of (.step.model)")
+        if isinstance(part, torch.jit.ScriptModule):  # its calls change with how often it ran, and its dicts are none
+            raise CaptureError(f"{name or who} is TorchScript, which cannot be captured; use the module that it was made of")
         if part._backward_hooks or part._backward_pre_hooks:
             raise CaptureError(f"{name or who} has a backward hook, which a captured step would not call; remove it")
         if isinstance(part, _BATCH_NORMS) and part.momentum is None and part.training and part.track_running_stats:

@@ -792,6 +792,12 @@ class Centred(nn.Module):
         return F.mse_loss(output - self.centre, target)
 
 
+def as_torchscript(module: nn.Module) -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it is deprecated
+        return torch.jit.trace(module, x8)
+
+
 def linear() -> nn.Linear:
     return nn.Linear(8, 8)
 
@@ -1151,6 +1157,9 @@ REFUSED: dict[str, tuple[Callable[[], Step], str]] = {
     ),
     "gradient hook": (lambda: capture(with_hook(), x8, loss=square), "weight has a gradient hook"),
     "wrapped": (lambda: capture(nn.DataParallel(linear()), x8, loss=square), "wraps another module; capture that one"),
+    "TorchScript": (
+        lambda: capture(nn.Sequential(as_torchscript(linear())), x8, loss=square), "^0 is TorchScript.*that it was made of"
+    ),
     "autocast": (lambda: capture(linear(), x8, loss=square, autocast=torch.int8), "give torch.bfloat16 or torch.float16"),
 }  # fmt: skip
 
