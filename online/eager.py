@@ -76,7 +76,7 @@ from online.recipes import (
 )
 from online.runtime import Failure, Run, RunStatus, check_thrash_limit, rule
 from online.workspace import Workspace, learned_workspaces
-from planner.budget import resolve_budget
+from planner.budget import is_share, resolve_budget
 from planner.draws import generator_state
 from planner.pauses import old_objects_left_alone
 from planner.schedule import Compute, Free, Schedule, to_json
@@ -140,15 +140,21 @@ def budget(
     if extras not in ([], ["reclaim"], ["counted"]):
         raise InputError(f"nothing but one of +reclaim and +counted can stand behind a heuristic here, not {'+'.join(extras)!r}")
     evict = rule(heuristic)
-    if isinstance(budget, float) or (isinstance(budget, str) and resolve_budget(budget, 0) == 0):
-        raise InputError(f"budget {budget!r}: give bytes (6442450944 or '6GiB'); what a share is of is not known beforehand")
     if costs not in (None, "measured", "modelled"):
         raise InputError(f"costs must be 'measured' or 'modelled', not {costs!r}")
     check_thrash_limit(thrash_limit)
-    budget_bytes = None if budget is None else resolve_budget(budget, 0)
+    budget_bytes = None if budget is None else _bytes_of(budget)
     reclaim, options = extras == ["reclaim"], frozenset([Option.COUNTED] if extras == ["counted"] else ())
     engine = GrowingEngine(budget_bytes, evict, thrash_limit=thrash_limit, seed=seed, reclaim=reclaim, options=options)
     return EagerRun(engine, budget_bytes, heuristic, seed, holding, costs, reclaim=reclaim, options=options)
+
+
+def _bytes_of(budget: int | str) -> int:
+    """Bytes of a budget that is no share. Raises InputError."""
+    with contextlib.suppress(InputError):  # which offers shares
+        if not is_share(budget):
+            return resolve_budget(budget, 0)
+    raise InputError(f"budget {budget!r}: give bytes (6442450944 or '6GiB'); what a share is of is not known beforehand")
 
 
 class _Surprise(Exception):
@@ -246,6 +252,7 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
             self._stream = current_stream()
             for tensor in tensors_in(self._holding):
                 self._meet(tensor, resident=True)
+            self._check_start()
             self._holding = ()
             self._interposed.enter_context(cast(Any, register_module_forward_pre_hook(self._meet_module)))
             self._interposed.callback(register_optimizer_step_post_hook(self._keep_state).remove)
@@ -776,9 +783,6 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
             s = engine.holds(size)
             self._resident.append(s)
             content = self._new_content(s, size, None, storage)
-            if engine.used_bytes > engine.budget_bytes:
-                assert self.budget_bytes is not None
-                raise BudgetExceeded("what is there from the start", engine.used_bytes, self.budget_bytes)
         else:
             op = self._declare(GIVEN.entries[True][in_backward()], (), (size,), 0)
             self._guarded("an input", engine.call, op)
@@ -791,6 +795,13 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
             handle = tensor.register_post_accumulate_grad_hook(self._keep_gradient)  # type: ignore[no-untyped-call]
             self._interposed.callback(handle.remove)
         return content
+
+    def _check_start(self) -> None:
+        """Refuse a budget that is too small for what is there from the start, once all of it is counted."""
+        engine = self._engine
+        if not engine.steps and engine.used_bytes > engine.budget_bytes:
+            assert self.budget_bytes is not None
+            raise BudgetExceeded("what is there from the start", engine.used_bytes, self.budget_bytes)
 
     def _is_here(self) -> bool:
         """Whether this thread runs the block, or a backward for it: the hooks of torch are those of all threads."""
@@ -819,6 +830,7 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
             for tensor in tensors_in(module):
                 if not is_functorch_wrapped(tensor):  # what it stands for is met where operators read it
                     self._meet(tensor, resident=True)
+            self._check_start()
             for parameter in module.parameters():
                 for gradient in () if is_lazy(parameter) or parameter.grad is None else tensors_in(parameter.grad):
                     self._meet(gradient)

@@ -418,6 +418,13 @@ def test_parameters_alone_can_be_too_much() -> None:
     assert same(found.answer(), found.want)
 
 
+def test_a_budget_too_small_for_what_is_held_is_told_what_all_of_it_needs() -> None:
+    model = nn.Sequential(nn.Linear(30, 20), nn.Linear(20, 10))
+    needed = sum(4 * p.numel() for p in model.parameters())
+    with pytest.raises(BudgetExceeded, match=f"^what is there from the start needs {needed:,} bytes"):
+        budget(100, holding=model).__enter__()
+
+
 def test_what_is_left_alive_has_to_fit_together() -> None:
     x = torch.randn(1000)
     with pytest.raises(BudgetExceeded, match="what the block leaves alive"), budget(20_000, holding=x):
@@ -1653,8 +1660,8 @@ def test_wrong_uses_are_said() -> None:
     for extras in ("ignore", "reclaim+counted", "counted+counted", "yield", ""):
         with pytest.raises(InputError, match=r"\+reclaim and \+counted"):
             budget("1GiB", heuristic=f"dtr+{extras}")
-    for share in (0.5, "0.5"):
-        with pytest.raises(InputError, match="give bytes"):
+    for share in (0.5, "0.5", "50%", "half", -1):
+        with pytest.raises(InputError, match=r"give bytes \(6442450944 or '6GiB'\); what a share is of is not known"):
             budget(share)  # type: ignore[arg-type]
     with pytest.raises(InputError, match="measured"):
         budget("1GiB", costs="guessed")
