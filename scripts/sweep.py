@@ -27,7 +27,7 @@ from typing import Any, cast
 
 from graphs.errors import BeladyError, InputError
 from graphs.ir import Graph, Op, Value
-from online.heuristics import HEURISTICS
+from online.heuristics import ADDRESS_HEURISTICS, HEURISTICS
 from online.runtime import run
 from planner.bounds import least_bytes
 from planner.budget import resolve_budget
@@ -142,7 +142,8 @@ def methods_of(asked: Sequence[str]) -> list[str]:
 def rules_of(asked: Sequence[str]) -> list[str]:
     """Online rules by name as rows have them, each once; ``all`` and ``none`` are names too. Raises InputError likewise."""
     tiny = Graph("tiny", (Op("op", (), (0,), 1),), (Value("value", 512),), frozenset(), frozenset({0}))
-    names = (run(tiny, 2**20, heuristic=name).rule for name in _each(asked, HEURISTICS))  # two spellings can be one rule
+    asked = _each(asked, HEURISTICS | ADDRESS_HEURISTICS)
+    names = (run(tiny, 2**20, heuristic=name).rule for name in asked)  # two spellings can be one rule
     return [ONLINE + name for name in dict.fromkeys(names)]
 
 

@@ -22,6 +22,7 @@ from belady.rows import RowFile, read_rows, write_rows
 from belady.sweep import Cell, Row, budgets_of, cells_of, key_of, methods_of, proved, row_of, rules_of, settle, work
 from graphs import Graph, InputError
 from graphs.serialize import save_graph
+from online.heuristics import ADDRESS_HEURISTICS, HEURISTICS
 from planner.methods import METHODS
 from tests.strategies import random_graph
 from tests.test_compare import training_chain
@@ -111,7 +112,7 @@ def test_names_of_methods_and_rules() -> None:
     assert methods_of(["keep_all", "cutting_stages", "keep_all"]) == ["keep_all", "cutting_stages"]
     assert methods_of(["all"]) == list(METHODS)
     assert rules_of(["lru", "dtr+reclaim", "lru+eager"]) == ["online:lru", "online:dtr+reclaim"]
-    assert "online:random" in rules_of(["all"])
+    assert rules_of(["all"]) == ["online:" + name for name in (*HEURISTICS, *ADDRESS_HEURISTICS)]
     assert methods_of(["none"]) == rules_of(["none"]) == []
     with pytest.raises(InputError, match="unknown method 'magic'"):
         methods_of(["magic"])
