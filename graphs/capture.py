@@ -318,6 +318,7 @@ def _settle(name: str, graph: fx.Graph) -> None:
     """Refuse what a Graph has no words for, and have calls in the form in which they are run."""
     _refuse_sparse(name, graph)
     _refuse_unsaid_writes(name, graph)
+    _refuse_mixed_products(name, graph)
     fuse_bernoulli(graph)
     fold_conjugates(graph)
     choose_batch_norm(graph)
@@ -346,6 +347,26 @@ def _refuse_sparse(name: str, graph: fx.Graph) -> None:
     sparse = next((node for node in graph.nodes if any(t.layout != torch.strided for t in tensors_of(node))), None)
     if sparse is not None:
         raise CaptureError(f"{name}: {sparse.name} ({sparse.target}) makes a sparse tensor; use dense gradients (sparse=False)")
+
+
+# Their stand-ins take factors of different dtypes, their kernels do not.
+_PRODUCTS = (
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.mv.default,
+    torch.ops.aten.addmv.default,
+)
+
+
+def _refuse_mixed_products(name: str, graph: fx.Graph) -> None:
+    for target in _PRODUCTS:
+        for node in graph.find_nodes(op="call_function", target=target):
+            factors = [t.dtype for factor in node.args[-2:] if isinstance(factor, fx.Node) for t in tensors_of(factor)]
+            if len(set(factors)) > 1:
+                raise CaptureError(
+                    f"{name} multiplies matrices of {' and '.join(map(str, factors))} ({target}), which must have one dtype; "
+                    f"convert the inputs to the dtype of the parameters"
+                )
 
 
 def numbered(name: str, module: fx.GraphModule, device: torch.device) -> Step:

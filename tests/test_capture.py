@@ -1157,6 +1157,9 @@ REFUSED: dict[str, tuple[Callable[[], Step], str]] = {
     ),
     "gradient hook": (lambda: capture(with_hook(), x8, loss=square), "weight has a gradient hook"),
     "wrapped": (lambda: capture(nn.DataParallel(linear()), x8, loss=square), "wraps another module; capture that one"),
+    "two dtypes": (
+        lambda: capture(linear(), x8.double(), loss=square), "matrices of torch.float64 and torch.float32 .*convert the inputs"
+    ),
     "TorchScript": (
         lambda: capture(nn.Sequential(as_torchscript(linear())), x8, loss=square), "^0 is TorchScript.*that it was made of"
     ),
