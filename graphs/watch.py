@@ -196,6 +196,12 @@ class Watch:
             return kept
         for a, b in zip(first, second, strict=False):
             if a != b:
+                pairs = zip(a, b, strict=False)
+                if a[0] is b[0] and any(i is not j and isinstance(i, torch.Generator) for i, j in pairs):
+                    return (
+                        f"{self.name} draws from a generator that it makes in its forward, and a captured step would go on with "
+                        f"its draws instead of beginning anew; keep what is drawn, or make the generator before the step"
+                    )
                 what = f"it calls {a[0]} once and {b[0]} the next time" if a[0] is not b[0] else f"{a[0]} gets other arguments"
                 break
         else:
@@ -303,7 +309,8 @@ def _unseen_refused(name: str, where: str) -> Iterator[None]:
 
 
 class _Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Writes down every operator call and its arguments; tensors by the order in which they appear, real ones by content."""
+    """Writes down every operator call and its arguments; tensors by the order in which they appear, real ones by content, and
+    generators themselves."""
 
     supports_higher_order_operators = True
     LIMIT = 1 << 20  # elements; larger tensors are data, not something made up in a forward
@@ -355,6 +362,8 @@ class _Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 raise CaptureError(written_elsewhere(self.name))
 
     def _sign(self, leaf: object) -> object:
+        if isinstance(leaf, torch.Generator):
+            return leaf
         if not isinstance(leaf, Tensor):
             return repr(leaf) if isinstance(leaf, bool | int | float | complex | str | None) else type(leaf).__name__
         new = id(leaf) not in self._numbers

@@ -951,6 +951,10 @@ class Reversible(torch.autograd.Function):
 OWN = torch.Generator()
 
 
+def makes_a_generator(model, x):
+    return square(model.linear(x) * torch.rand(8, generator=torch.Generator().manual_seed(5)))
+
+
 def seeds_its_own(model, x):
     OWN.manual_seed(3)
     return square(model.linear(x) + torch.randn(8, generator=OWN))
@@ -1120,6 +1124,7 @@ REFUSED: dict[str, tuple[Callable[[], Step], str]] = {
     "state of a generator": (lambda: capture(Lambda(draws_again), x8), "seeds a generator or sets its state"),
     "state of the generator itself": (lambda: capture(Lambda(draws_again_itself), x8), "seeds a generator or sets its state"),
     "seed of a generator of its own": (lambda: capture(Lambda(seeds_its_own), x8), "seeds a generator or sets its state"),
+    "generator made in each call": (lambda: capture(Lambda(makes_a_generator), x8), "a generator that it makes in its forward"),
     "draws taken back": (lambda: capture(Lambda(takes_draws_back), x8), "seeds a generator or sets its state"),
     "seed after all draws": (
         lambda: capture(Lambda(lambda m, x: (square(m.linear(x)), torch.manual_seed(1))[0]), x8), "seeds a generator or sets"
