@@ -33,6 +33,7 @@ from graphs.rewrite import (
     remove_dead,
     running_statistics,
     same_layout,
+    settle_draws,
     tensors_of,
 )
 from graphs.torch_private import (
@@ -320,6 +321,7 @@ def _settle(name: str, graph: fx.Graph) -> None:
     _refuse_unsaid_writes(name, graph)
     _refuse_mixed_products(name, graph)
     fuse_bernoulli(graph)
+    settle_draws(graph)
     fold_conjugates(graph)
     choose_batch_norm(graph)
     drop_unread_statistics(graph)

@@ -249,6 +249,33 @@ def fuse_bernoulli(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
+def settle_draws(graph: fx.Graph) -> None:
+    """Take away the copies of draws into all of fresh memory, and scale these draws in place where they are scaled."""
+    for draw in graph.find_nodes(op="call_function", target=torch.ops.belady.drawn_into.default):
+        copy = next(iter(draw.users), None)
+        if copy is None or copy.target != aten.copy.default or copy.args[1] is not draw:
+            continue
+        memory, made = copy.meta["val"], draw.meta["val"]
+        if memory.stride() != made.stride() or storage_bytes(memory) != storage_bytes(made):
+            continue
+        copy.replace_all_uses_with(draw)
+        graph.erase_node(copy)
+        kind, size, stride, of = draw.args
+        scaling = next(iter(draw.users), None)
+        scaled = scaling is not None and len(draw.users) == 1 and scaling.target == aten.div.Scalar
+        if scaling is None or not scaled or kind != "bernoulli" or draw.kwargs.get("generator") is not None:
+            continue
+        options = {key: draw.kwargs[key] for key in ("dtype", "device")}
+        with graph.inserting_before(scaling):
+            given = size, stride, *of, float(scaling.args[1])
+            fused = graph.call_function(torch.ops.belady.bernoulli.default, given, options)
+        fused.meta = dict(draw.meta)
+        scaling.replace_all_uses_with(fused)
+        graph.erase_node(scaling)
+        graph.erase_node(draw)
+    remove_dead(graph)  # the memory
+
+
 def _insert(at: fx.Node, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> fx.Node:
     """A new call of the backward before node ``at``."""
     with at.graph.inserting_before(at):

@@ -36,7 +36,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
-from torch._subclasses.functional_tensor import FunctionalTensor
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.autograd import forward_ad
 from torch.fx._symbolic_trace import _proxyable_classes
 from torch.fx.experimental import proxy_tensor
@@ -657,6 +657,23 @@ def _quiet(logger: str) -> Iterator[None]:
 def quiet_stand_ins() -> Iterator[None]:
     """Keep back what fake tensors log where an operator cannot run on them."""
     with _quiet("torch._subclasses.fake_tensor"):
+        yield
+
+
+@contextlib.contextmanager
+def calls_replaced(call: Callable[[Any, Any, Any], Any]) -> Iterator[None]:
+    """Have what is traced inside run ``call(operator, args, kwargs)`` in place of an operator call, where that returns a function
+    without arguments, before the tracer makes writes into results."""
+    original: Any = FunctionalTensorMode.__torch_dispatch__
+
+    def dispatch(mode: FunctionalTensorMode, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        instead = call(func, args, kwargs or {})
+        if instead is None:
+            return original(mode, func, types, args, kwargs)
+        with mode:
+            return instead()
+
+    with patched(FunctionalTensorMode, "__torch_dispatch__", dispatch):
         yield
 
 

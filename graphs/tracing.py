@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from graphs.ctc import ctc_traced
+from graphs.draws_in_place import draws_laid_out
 from graphs.errors import CaptureError
 from graphs.inputs import Arguments, Loss, check_tensor
 from graphs.layouts import kernels_layouts
@@ -246,6 +247,7 @@ def trace(
             products_traced(),
             variances_checked_later(),
             kernels_layouts(),
+            draws_laid_out(),
             selective_checkpoints_off(),
             around_backwards(backward),
             seeding_refused(name, where) as look_at_generators,

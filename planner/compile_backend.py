@@ -32,6 +32,7 @@ import torch
 from torch import Tensor, fx
 
 from graphs.capture import Step, numbered
+from graphs.draws_in_place import draws_laid_out
 from graphs.errors import CaptureError, InfeasibleBudget, InputError, InvalidSchedule, NoScheduleFound
 from graphs.ir import Graph
 from graphs.layouts import kernels_layouts
@@ -81,7 +82,7 @@ def belady(module: fx.GraphModule, examples: Sequence[Any], *, options: Mapping[
     def partition(joint: fx.GraphModule, forward_outputs: int) -> tuple[fx.GraphModule, fx.GraphModule]:
         return _partition(joint, forward_outputs, budget, options, examples)
 
-    with ONE_TRACE_AT_A_TIME, kernels_layouts():
+    with ONE_TRACE_AT_A_TIME, kernels_layouts(), draws_laid_out():
         return compile_partitioned(module, examples, partition, _boxed)
 
 

@@ -237,6 +237,16 @@ def two_branches(model: Lambda, x: Tensor) -> Tensor:
     return square(torch.cond(x.sum() > 0, lambda t: model.linear(t), lambda t: 2 * t, (x,)) + model.linear(x))
 
 
+def draws_in_place(model: Lambda, x: Tensor) -> Tensor:
+    """Into memory of another order of dimensions, fresh or not, and into parts of a tensor."""
+    y = model.linear(x).t()
+    noise = torch.zeros(4, 8)
+    noise[:, 1:6].normal_(0.5, 2.0)
+    noise.t()[6:].bernoulli_()
+    masks = torch.empty_like(y).bernoulli_(0.4) + torch.ones_like(y).bernoulli_(0.4)
+    return square(y * masks * noise.t()) + F.dropout(y, 0.3).sum()
+
+
 def branch_on_positions(model: Lambda, x: Tensor) -> Tensor:
     places = torch.arange(4)
     places[1:] += torch.tensor([3, 3, 3])
@@ -373,6 +383,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "nested inputs": lambda: lambda_case(
         lambda m, xs, extra: square(m.linear(xs[0]) * extra["n"] + extra["y"]), [x8, 3], {"y": x8 + 1, "n": 2, "none": None}
     ),
+    "draws in place": lambda: lambda_case(draws_in_place, x8),
     "branch on positions": lambda: lambda_case(branch_on_positions, x8),
     "split": lambda: lambda_case(lambda m, x: square(torch.cat([t.tanh() for t in m.linear(x).split(3, 1)], 1)), x8),
     "in place": lambda: lambda_case(lambda m, x: square(m.linear(x).add_(1).mul_(2).t()[2:4]), x8),
