@@ -46,6 +46,7 @@ from graphs.torch_private import (
     no_dispatch,
     replace_content,
     tree_leaves,
+    without_torch_function,
 )
 from online.engine import Counters, Option, OutOfMemory, Release, Thrashed
 from online.growing import GrowingEngine
@@ -810,13 +811,13 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
     def _keep_gradient(self, leaf: Tensor) -> None:
         """A gradient has reached its parameter. It is to be there at the end, and what it came from is about to go."""
         if leaf.grad is not None and leaf.grad.layout is torch.strided and self._is_here():
-            with self.noting():
+            with self.noting(), without_torch_function():
                 for gradient in tensors_in(leaf.grad):
                     self._keep(self.content(gradient), "a gradient")
 
     def _keep_state(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """After a step of an optimizer: its state stays, as it could be made again only from the gradients of all steps."""
-        with self.noting():
+        with self.noting(), without_torch_function():
             for tensor in tensors_in(optimizer.state) if self._is_here() else ():
                 self.fix(self.content(tensor), "the state of an optimizer")
 
@@ -824,7 +825,7 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
         """At the first call of a module: all it holds is in memory from now on at the latest."""
         if module in self._seen_modules or not self._is_here():
             return
-        with self.noting():
+        with self.noting(), without_torch_function():
             for part in module.modules():
                 self._seen_modules.add(part)
             for tensor in tensors_in(module):

@@ -369,7 +369,8 @@ def values_of(model: CheckmateModel, held: Held) -> list[float] | None:
             values[f] = float(not any(values[model.rerun[t][j]] for j in later))
     size = [0 if x in graph.resident else value.size_bytes // model.unit_bytes for x, value in enumerate(graph.values)]
     for t in range(model.first, len(graph.ops)):
-        hold, held_bytes = model.hold[t], sum(size[x] for x in model.hold[t] if x in held[t])
+        hold = model.hold[t]
+        held_bytes = float(sum(size[x] for x in hold if x in held[t]))
         for k, r in model.rerun[t].items():
             if (t, k) not in model.used:
                 break

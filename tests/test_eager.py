@@ -418,6 +418,18 @@ def test_parameters_alone_can_be_too_much() -> None:
     assert same(found.answer(), found.want)
 
 
+def test_what_the_first_module_holds_is_there_from_the_start() -> None:
+    """It is no input that an op makes: how its memory is opened to count it is no reading of the program's."""
+    model, x = Mlp(), torch.ones(2, 32)
+    sizes = sorted(4 * p.numel() for p in model.parameters())
+    with budget(None) as run:
+        model(x).sum().backward()
+    graph = run.record().graph
+    assert sorted(graph.values[x].size_bytes for x in graph.resident) == sizes
+    with pytest.raises(BudgetExceeded, match=f"^what is there from the start needs {sum(sizes):,} bytes"), budget(100):
+        model(x)
+
+
 def test_a_budget_too_small_for_what_is_held_is_told_what_all_of_it_needs() -> None:
     model = nn.Sequential(nn.Linear(30, 20), nn.Linear(20, 10))
     needed = sum(4 * p.numel() for p in model.parameters())
