@@ -126,8 +126,9 @@ def budget(
 
     Raises BudgetExceeded before an op runs that would not fit, or at the end of the block where what it leaves alive does not
     fit together; NoScheduleFound at the thrash limit; InputError for what cannot be used. Everything alive at the end of the
-    block is in memory afterwards; after an error, whatever the budget. Where Ctrl-C comes in the middle of what is noted about an
-    op and the program goes on inside of the block, it does so without the budget, as a RuntimeWarning says.
+    block is in memory afterwards; after an error, whatever the budget. Where Ctrl-C (or a signal whose handler ends the program)
+    comes in the middle of what is noted about an op and the program goes on inside of the block, it does so without the budget,
+    as a RuntimeWarning says.
 
     CUDA: workspace inside of an op is learned when a call with these shapes and dtypes first runs in this process, and room is
     made for it from then on. That first run may break the budget, as may a run of an op whose result has a size that depends on
@@ -229,6 +230,7 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
         self._stream = 0  # that of the thread that entered the block
         self._over: tuple[str, int] | None = None  # the first op whose workspace, not known before, broke the budget; bytes then
         self._running: _Running | None = None
+        self._begun = False  # whether the op under way may have written to its arguments
         self._freeing = False  # see _free_inputs
         self._fixed = False  # whether contents have been fixed since the arguments of the call under way were described
         self._result: Any = None
@@ -237,7 +239,7 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
         self._alive: list[int] | None = None  # storages of the engine that are in memory at the end; None: not there yet
         self._failure: Failure | None = None
         self._thrashed = False
-        self.torn = False  # Ctrl-C came in the middle of what is noted here
+        self.torn = False  # Ctrl-C or another signal came in the middle of what is noted here
         self.raised: BaseException | None = None  # the latest error for an operator, without the frames it came through
         engine.driver = self
 
@@ -276,8 +278,9 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
             self._interposed.close()
             self._wall_s = time.perf_counter() - self._wall_s
             self._settle(failed=error is not None)
-        except KeyboardInterrupt:
-            self.interrupted(self._interposed.close)
+        except BaseException as failed:
+            if self._alive is None or not isinstance(failed, Exception):
+                self.interrupted(self._interposed.close)
             raise
         finally:
             _UNDER_WAY.clear()
@@ -285,24 +288,30 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
             raise self.raised from error
 
     def interrupted(self, *before: Callable[[], None]) -> None:
-        """Ctrl-C has cut off something here: what is noted may be half of what has happened. Bring back all that is alive, and
-        let the rest of the block be plain PyTorch's. ``before``: what is to be done first."""
+        """Ctrl-C, or what else a signal's handler raises (``sys.exit``), has cut off something here: what is noted may be half of
+        what has happened. Bring back all that is alive, and let the rest of the block be plain PyTorch's. ``before``: what is to
+        be done first."""
         while True:  # however often somebody asks: reading an empty tensor is a crash
-            with contextlib.suppress(KeyboardInterrupt):
+            try:
                 self.torn = True
                 self._operators.let_through()
                 for step in before:
                     step()
                 self._settle(failed=True)
                 return
+            except Exception:
+                raise
+            except BaseException:
+                continue
 
     @contextlib.contextmanager
     def noting(self) -> Iterator[None]:
         """Around what notes something down outside of operators."""
         try:
             yield
-        except KeyboardInterrupt:
-            self.interrupted()
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                self.interrupted()
             raise
 
     def warn_without_budget(self) -> None:
@@ -438,11 +447,15 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
                 recipe.draws = [(where, generator_state(where)) for where in _drawn_from(kind, args, kwargs)]
         if scratch:
             read = [content for content in read if content not in scratch]
+        self._begun = False
         try:
             result = self._run(kind, full, sizes, read, written, scratch, recipe, func, args, kwargs)
-        except KeyboardInterrupt:
-            for content in written:
-                self._disown(content)
+        except BaseException as error:
+            if self._begun and written:
+                for content in written:
+                    self._disown(content)
+                if isinstance(error, Exception):  # the block may go on under its budget, where they count
+                    self._written(kind, args, kwargs)
             raise
         if kind.foreign and recipe is not None:
             recipe.draws = [(where, state) for where, state in recipe.draws if not torch.equal(state, generator_state(where))]
@@ -533,6 +546,7 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
     ) -> tuple[Any, list[UntypedStorage], tuple[int, ...], int]:
         """Run an op for the first time: its result, the new storages in it, their bytes, and the time it takes."""
         before = None if workspace is None else workspace.before(args, kwargs)
+        self._begun = True
         begin = time.perf_counter_ns()
         result = func(*args, **kwargs)
         took_ns = time.perf_counter_ns() - begin

@@ -98,7 +98,7 @@ class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return func(*args, **(kwargs or {}))
             except BaseException as error:
                 self._run.raised = _without_frames(error)
-                if isinstance(error, KeyboardInterrupt):
+                if not isinstance(error, Exception):  # Ctrl-C, or what else a signal's handler raises
                     self._run.interrupted()
                 raise
 

@@ -1526,9 +1526,10 @@ def test_ctrl_c_at_the_end_leaves_no_tensor_empty(times: int, monkeypatch: pytes
 
 
 @EXACT
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
 @pytest.mark.parametrize("inside", [False, True])
-def test_ctrl_c_once_an_op_has_written_in_place_leaves_what_came_from_the_old_content_right(
-    inside: bool, monkeypatch: pytest.MonkeyPatch
+def test_a_signal_once_an_op_has_written_in_place_leaves_what_came_from_the_old_content_right(
+    inside: bool, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made, x, armed = EagerRun._new_storages, torch.randn(1000), False
 
@@ -1536,19 +1537,19 @@ def test_ctrl_c_once_an_op_has_written_in_place_leaves_what_came_from_the_old_co
         nonlocal armed
         if armed:
             armed = False
-            raise KeyboardInterrupt
+            raise error
         return made(run, result)
 
     monkeypatch.setattr(EagerRun, "_new_storages", interrupted)
     run = budget(20_000, holding=x, heuristic="lru")
-    with contextlib.nullcontext() if inside else pytest.raises(KeyboardInterrupt), run:
+    with contextlib.nullcontext() if inside else pytest.raises(error), run:
         first = x * 2 + 1
         later = [first.cos().sin(), first + 3]
         others = [x + i for i in range(5)]
         del others
         assert run.counters.evictions >= 2
         armed = True
-        with pytest.raises(KeyboardInterrupt) if inside else contextlib.nullcontext():
+        with pytest.raises(error) if inside else contextlib.nullcontext():
             first.mul_(-1)
         assert not armed and all(t.untyped_storage().nbytes() for t in [first, *later])
         with pytest.warns(RuntimeWarning, match="goes on without its budget of 20,000 bytes"):
@@ -1561,6 +1562,35 @@ def test_ctrl_c_once_an_op_has_written_in_place_leaves_what_came_from_the_old_co
     assert all(torch.equal(*each) for each in zip(later, [want.cos().sin(), want + 3, x * 3 + 1], strict=False))
     with pytest.raises(InputError, match="interrupted in the middle of an operator"):
         run.record()
+
+
+@EXACT
+def test_a_timeout_once_an_op_has_written_in_place_leaves_what_came_from_the_old_content_right(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made, x, armed = EagerRun._new_storages, torch.randn(1000), False
+
+    def late(run: EagerRun, result: Any) -> Any:
+        nonlocal armed
+        if armed:
+            armed = False
+            raise TimeoutError  # as the handler of an alarm does
+        return made(run, result)
+
+    monkeypatch.setattr(EagerRun, "_new_storages", late)
+    with budget(20_000, holding=x, heuristic="lru") as run:
+        first = x * 2 + 1
+        later = [first.cos().sin(), first + 3]
+        others = [x + i for i in range(5)]
+        del others
+        armed = True
+        with pytest.raises(TimeoutError):
+            first.mul_(-1)
+        assert run.live_bytes <= 20_000
+        later.append(first * 2)  # under the budget
+    want = x * 2 + 1
+    assert torch.equal(first, -want) and run.peak_bytes <= 20_000
+    assert all(torch.equal(*each) for each in zip(later, [want.cos().sin(), want + 3, want * -2], strict=True))
 
 
 @EXACT
