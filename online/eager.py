@@ -130,6 +130,9 @@ def budget(
     comes in the middle of what is noted about an op and the program goes on inside of the block, it does so without the budget,
     as a RuntimeWarning says.
 
+    What other threads of the program run is outside of the block. What they read of the block's tensors may be evicted, and then
+    is empty: clone it in the block's thread, and hand them that once the block is over.
+
     CUDA: workspace inside of an op is learned when a call with these shapes and dtypes first runs in this process, and room is
     made for it from then on. That first run may break the budget, as may a run of an op whose result has a size that depends on
     data; a RuntimeWarning at the end of the block names the op then. ``peak_bytes`` counts the workspace, the first one too. What
