@@ -17,6 +17,7 @@ from planner.methods import METHODS
 
 ROOT = Path(__file__).resolve().parents[1]
 BELOW = {"graphs": set(), "planner": {"graphs"}, "online": {"graphs", "planner"}}
+PARTS = ("process", "solvers", "walks", "least", "chains", "stages", "methods")  # of the planner, each imports those before it
 ABOVE = {"belady", "scripts", "tests"}
 FILES = sorted(path for room in BELOW for path in (ROOT / room).rglob("*.py"))
 PRODUCT = [*FILES, *sorted((ROOT / "scripts").rglob("*.py"))]
@@ -58,6 +59,13 @@ def test_rooms_import_only_what_lies_below(path: Path) -> None:
     room = path.relative_to(ROOT).parts[0]
     packages = {name.partition(".")[0] for name in imports(path)}
     assert packages & (BELOW.keys() | ABOVE) <= BELOW[room] | {room}
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_parts_of_the_planner_import_only_those_before_them(part: str) -> None:
+    after = PARTS[PARTS.index(part) + 1 :]
+    names = {name for path in (ROOT / "planner" / part).glob("*.py") for name in imports(path)}
+    assert not {name for name in names for other in after if f"{name}.".startswith(f"planner.{other}.")}
 
 
 def test_every_room_is_installed() -> None:

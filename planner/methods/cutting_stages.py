@@ -5,7 +5,7 @@ every schedule that keeps the graph's order of first executions, and its solutio
 the bound. Where the walk overflows the budget, the overflow says which event was missing (``planner.stages.events``): a first
 execution, or a re-run that splits a stage. Each round adds some. Where the relaxation's solution is nearly whole, it will do.
 Meanwhile list walks along that walk, and a search among them (``planner.walks.walk_search``), find schedules that do fit, and
-so do a chain of blocks (``planner.chains.block_chain``) and the same method on a coarser graph (``planner.stages.coarsening``).
+so do a chain of blocks (``planner.stages.block_chain``) and the same method on a coarser graph (``planner.stages.coarsening``).
 Where any order will do, or nothing fits in the graph's, others are searched (``planner.stages.order_search``); where the best
 schedule has another order than the graph, all of this is done for that.
 """

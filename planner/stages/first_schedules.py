@@ -6,10 +6,10 @@ import itertools
 import time
 
 from graphs.ir import Graph
-from planner.chains.block_chain import block_schedule, is_chain
 from planner.least.pebbling import fitting, least_peak
 from planner.least.smallest import fitting_next_to
 from planner.schedule import Schedule, computes, put_in_graph_order, with_frees
+from planner.stages.block_chain import block_schedule, is_chain
 from planner.stages.model import Event, stage_model, walk
 from planner.stages.order_search import anneal_on
 from planner.stages.search import StageSearch

@@ -13,10 +13,10 @@ import time
 from typing import Any
 
 from graphs.ir import Graph
-from planner.chains.blocks import BlockSolver, blocks
 from planner.chains.chain import Chain, chain_of_blocks, held_throughout, small_crossing
 from planner.chains.chain_dp import SLOTS, ChainProgram, solve_chain
 from planner.schedule import Schedule
+from planner.stages.blocks import BlockSolver, blocks
 
 MOST_OPS = 40  # of the forward pass in a block, where it can be cut into smaller ones
 
