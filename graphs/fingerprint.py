@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from graphs.errors import InputError
@@ -33,7 +34,7 @@ class _Part:
 
 
 class Fingerprint:
-    """The modules of a tree, their modes, hooks and the attributes their forward read.
+    """The modules of a tree, their modes, hooks and the attributes their forward read, and the default dtype.
 
     An attribute that nobody read may change, and so may one that the forward itself changes. Of attributes that are lists, dicts
     and sets the entries count too; what lies deeper, in objects and closures, is not looked at.
@@ -64,6 +65,7 @@ class Fingerprint:
                 else:
                     self._empty.append(value)
                     self._empty_names.append((path, key))
+        self._default = torch.get_default_dtype()
         self._tied = _tied(body)
         self._modes = tuple(part.module.training for part in self._parts)
 
@@ -91,6 +93,10 @@ class Fingerprint:
             raise InputError(_edited(*next(name for name, box in zip(self._empty_names, self._empty, strict=True) if box)))
         if tuple([part.module.training for part in self._parts]) != self._modes:
             raise InputError(f"a module was switched between training and evaluation after the step was captured; {_AGAIN}")
+        if torch.get_default_dtype() is not self._default:
+            raise InputError(
+                f"the default dtype is {torch.get_default_dtype()}, but was {self._default} when the step was captured; {_AGAIN}"
+            )
         for path, key, box, content in self._boxes:
             if not same_content(content_of(box), content):
                 raise InputError(_edited(path, key))

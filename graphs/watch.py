@@ -303,8 +303,20 @@ def _unseen_refused(name: str, where: str) -> Iterator[None]:
     def enter_known(one: Any) -> None:
         (packs if type(one) is hooks else enter)(one)  # checkpoints and the like, which change no numbers, have their own class
 
+    sets_dtype = refusal(
+        f"sets another default dtype in its {where}, which a captured step would not see; give each tensor its dtype"
+    )
+    set_dtype = torch.set_default_dtype
+
+    def set_same(dtype: torch.dtype) -> None:
+        (set_dtype if dtype is torch.get_default_dtype() else sets_dtype)(dtype)
+
     data: Any = Tensor.data
-    with patched(Tensor, "data", property(data.__get__, assigns)), patched(hooks, "__enter__", enter_known):
+    with (
+        patched(Tensor, "data", property(data.__get__, assigns)),
+        patched(hooks, "__enter__", enter_known),
+        patched(torch, "set_default_dtype", set_same),
+    ):
         yield
 
 

@@ -1030,6 +1030,17 @@ def overlapping() -> nn.Module:
     return model
 
 
+def in_double(model, x):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(before)  # no harm
+    torch.set_default_dtype(torch.float64)
+    try:
+        scale = torch.ones(8).cumsum(0) / 3
+    finally:
+        torch.set_default_dtype(before)
+    return square(model.linear(x) * scale)
+
+
 def averaging_norm() -> nn.Module:
     return nn.Sequential(linear(), nn.BatchNorm1d(8, momentum=None))
 
@@ -1131,6 +1142,10 @@ REFUSED: dict[str, tuple[Callable[[], Step], str]] = {
         lambda: capture(Lambda(lambda m, x: square(Reversible.apply(m.linear(x), m.linear))), x8), "use torch.autograd.grad"
     ),
     "data assigned": (lambda: capture(Lambda(assigns_data), x8), "assigns the .data of a tensor"),
+    "default dtype": (lambda: capture(Lambda(in_double), x8), "sets another default dtype in its forward.*its dtype"),
+    "default dtype in the backward": (
+        lambda: with_a_hook(lambda m, gradient: torch.set_default_dtype(torch.float64)), "default dtype in its backward"
+    ),
     "seed": (lambda: capture(Lambda(seeds), x8), "seeds a generator or sets"),
     "state of a generator": (lambda: capture(Lambda(draws_again), x8), "seeds a generator or sets its state"),
     "state of the generator itself": (lambda: capture(Lambda(draws_again_itself), x8), "seeds a generator or sets its state"),
@@ -1521,6 +1536,17 @@ def test_bind_notices_an_edited_loss():
     loss.weight = torch.full((8,), 2.0)
     with pytest.raises(InputError, match="the tensors of loss are others"):
         bind(step, (x8, target))
+
+
+def test_bind_notices_another_default_dtype() -> None:
+    step = capture(Lambda(lambda m, x: square(m.linear(x) * torch.ones(8))), x8)
+    torch.set_default_dtype(torch.float64)
+    try:
+        with pytest.raises(InputError, match=r"^the default dtype is torch\.float64, but was torch\.float32 when"):
+            bind(step, x8)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    bind(step, x8)
 
 
 def test_bind_ignores_what_no_forward_read():
