@@ -225,6 +225,19 @@ class Step:
         return tuple((first[v], i) for i, v in enumerate(values) if first.setdefault(v, i) != i)
 
     @functools.cached_property
+    def _written(self) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]]:
+        """The placeholders of buffers that change, and of what else may lie there (no parameters), with their Values."""
+        new = {result.name for result in self.results if result.kind == "buffer"}
+        values = [self.value_of[node] for node in self.module.graph.find_nodes(op="placeholder")]
+        written, others = [], []
+        for i, (source, value) in enumerate(zip(self.sources, values, strict=True)):
+            if source.kind == "buffer" and source.name in new:
+                written.append((i, value))
+            elif source.kind in ("buffer", "input", "constant"):
+                others.append((i, value))
+        return tuple(written), tuple(others)
+
+    @functools.cached_property
     def _wanted(self) -> tuple[_Want, ...]:
         return tuple(_Want.of(node.meta["val"]) for node in self.module.graph.find_nodes(op="placeholder"))
 
@@ -419,7 +432,8 @@ def bind(step: Step, inputs: Inputs, tangent: Tensor | None = None, *, detached:
 
     Raises InputError naming what differs from the captured step: shape, dtype, device, layout, an argument that is no tensor, or
     one that a transform has wrapped (torch.func) or given a tangent, a parameter frozen since, tensors that shared their memory
-    then, and what ``step.fingerprint`` notices: modules replaced or switched between training and evaluation, hooks, attributes.
+    then, something in the memory of a buffer that changes, and what ``step.fingerprint`` notices: modules replaced or switched
+    between training and evaluation, hooks, attributes.
     """
     leaves = leaves_like(step.form, inputs)
     step.fingerprint.check()
@@ -447,7 +461,31 @@ def bind(step: Step, inputs: Inputs, tangent: Tensor | None = None, *, detached:
         if storage_key(bound[i]) != storage_key(bound[j]):
             names = f"{step.sources[i].name} and {step.sources[j].name}"
             raise InputError(f"{names} shared their memory when the step was captured, and now do not; capture it again")
+    if step._written[0]:
+        _check_apart(step, bound)
     return bound
+
+
+def _check_apart(step: Step, bound: list[Tensor]) -> None:
+    """Refuse that something lies in the memory of a buffer that changes, where it did not when the step was captured."""
+    written, others = step._written
+    changing: dict[int, tuple[int, int]] = {}
+    for i, value in written:
+        j, known = changing.setdefault(storage_key(bound[i]), (i, value))
+        if known != value:
+            raise InputError(_apart(step, j, i))
+    for i, value in others:
+        j, known = changing.get(storage_key(bound[i]), (i, value))
+        if known != value:
+            raise InputError(_apart(step, j, i))
+
+
+def _apart(step: Step, buffer: int, other: int) -> str:
+    names = [step.sources[i].name for i in (buffer, other)]
+    return (
+        f"{names[0]}, which the step changes, shares its memory with {names[1]}, but did not when the step was captured; give "
+        f"each its own"
+    )
 
 
 def _check_one_by_one(step: Step, bound: list[Any]) -> None:

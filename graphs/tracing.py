@@ -313,7 +313,7 @@ def _refusal(name: str, error: Exception) -> CaptureError:
         return CaptureError(f"{name} calls random_ with two bounds, which PyTorch's tracer cannot write down; call torch.randint")
     if "entirely functional graph" in str(error):
         return CaptureError(written_elsewhere(name))
-    if "ViewBaseAOTInput" in str(error):
+    if "ViewBaseAOTInput" in str(error) or "non-differentiable view input mutations" in str(error):
         return CaptureError(
             f"{name} changes a tensor in its forward whose memory another buffer, parameter or input has too; give each its own"
         )

@@ -1041,6 +1041,11 @@ def in_double(model, x):
     return square(model.linear(x) * scale)
 
 
+def input_is_the_buffer() -> Step:
+    model = Lambda(lambda m, x: (m.moving.add_(1), square(m.linear(x) * m.moving))[1])
+    return capture(model, model.moving.expand(4, 8))
+
+
 def averaging_norm() -> nn.Module:
     return nn.Sequential(linear(), nn.BatchNorm1d(8, momentum=None))
 
@@ -1095,6 +1100,7 @@ REFUSED: dict[str, tuple[Callable[[], Step], str]] = {
         lambda: capture(nn.Embedding(4, 8, max_norm=1.0), torch.tensor([1]), loss=square), "changes its parameter weight in place"
     ),
     "buffers of one storage": (lambda: capture(overlapping(), x8), "memory another buffer, parameter or input has too"),
+    "buffer that is the input": (input_is_the_buffer, "memory another buffer, parameter or input has too"),
     "buffer replaced": (lambda: capture(Lambda(grown), x8), "replaces moving in its forward"),
     "statistics updated alone": (
         lambda: capture(Lambda(updates_statistics), x8),
@@ -1547,6 +1553,25 @@ def test_bind_notices_another_default_dtype() -> None:
     finally:
         torch.set_default_dtype(torch.float32)
     bind(step, x8)
+
+
+def test_bind_notices_what_lies_in_the_memory_of_a_buffer_that_changes() -> None:
+    def forward(model: Lambda, x: Tensor) -> Tensor:
+        model.moving.add_(1)
+        return square(model.linear(x) * model.moving * model.other)
+
+    model, memory = Lambda(forward), torch.zeros(16)
+    model.moving = memory[:8]
+    model.register_buffer("other", memory[8:])
+    step = capture(model, x8[:1])
+    bind(step, x8[:1])  # side by side in one memory, as they were
+    with pytest.raises(InputError, match=r"^moving, which the step changes, shares its memory with inputs, but did not"):
+        bind(step, model.moving[None])
+    model.other = torch.ones(8)
+    apart = capture(model, x8)
+    model.other = model.moving
+    with pytest.raises(InputError, match=r"^moving, which the step changes, shares its memory with other, but did not"):
+        bind(apart, x8)
 
 
 def test_bind_ignores_what_no_forward_read():
