@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 import torch
@@ -109,7 +109,7 @@ class _Want:
             )
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Step:
     """A captured training step: the Graph, the FX graph it came from, and how one maps to the other. It belongs to its model, so
     it can be neither copied nor pickled (InputError).
@@ -143,12 +143,15 @@ class Step:
     value_of: Mapping[fx.Node, int]
     sources: tuple[Source, ...]
     results: tuple[Result, ...]
-    constants: Mapping[str, Tensor] = field(repr=False)
-    form: InputForm = field(repr=False)
-    modes: tuple[bool, ...] = field(repr=False)
-    body: Body = field(repr=False)
-    fingerprint: Fingerprint = field(repr=False)
+    constants: Mapping[str, Tensor]
+    form: InputForm
+    modes: tuple[bool, ...]
+    body: Body
+    fingerprint: Fingerprint
     autocast: torch.dtype | None
+
+    def __repr__(self) -> str:
+        return f"Step({type(self.model).__name__} on {self.device}, {self.graph!r})"
 
     def eager(self, inputs: Inputs) -> Tensor:
         """The loss as plain PyTorch computes it, ready for ``backward()``: what every executor is held against."""

@@ -246,6 +246,11 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
         self.raised: BaseException | None = None  # the latest error for an operator, without the frames it came through
         engine.driver = self
 
+    def __repr__(self) -> str:
+        allowed = "without a budget" if self.budget_bytes is None else f"under {self.budget_bytes:,} bytes"
+        ran = f"{self._engine.ops:,} ops, {self.counters.recomputations:,} recomputations, peak {self.peak_bytes:,} bytes"
+        return f"EagerRun({allowed} with {self.heuristic}: {ran})"
+
     # The block
 
     def __enter__(self) -> EagerRun:
