@@ -44,6 +44,7 @@ from graphs.torch_private import (
     in_forward_mode,
     is_functorch_wrapped,
     is_operator,
+    refusal_to_capture,
     storage_bytes,
     storage_key,
 )
@@ -262,6 +263,8 @@ def capture(
     """
     if not isinstance(model, nn.Module):
         raise CaptureError(f"expected a torch.nn.Module, not a {type(model).__name__}")
+    if (why := refusal_to_capture()) is not None:
+        raise CaptureError(f"{type(model).__name__} cannot be captured here: {why}")
     name = type(model).__name__ if name is None else name
     state = state_of(model, loss, gradient_hooks=gradient_hooks)
     where = device_of(model, state, device)

@@ -145,6 +145,10 @@ def budget(
     if extras not in ([], ["reclaim"], ["counted"]):
         raise InputError(f"nothing but one of +reclaim and +counted can stand behind a heuristic here, not {'+'.join(extras)!r}")
     evict = rule(heuristic)
+    if not isinstance(holding, Tensor | nn.Module | torch.optim.Optimizer | Mapping | Iterable) or isinstance(
+        holding, str | bytes
+    ):
+        raise InputError(f"holding takes modules, optimizers, tensors and containers of these, not {holding!r}")
     if costs not in (None, "measured", "modelled"):
         raise InputError(f"costs must be 'measured' or 'modelled', not {costs!r}")
     check_thrash_limit(thrash_limit)
