@@ -89,6 +89,7 @@ def draw(rows: Sequence[Row], path: str) -> None:
         mine = [row for row in rows if row["graph"] == names[number] and row["method"] in shown]
         draw_overhead(panel, mine, shown)
         panel.set(title=names[number])
+        panel.legend(frameon=False)
     save(figure, path)
 
 
