@@ -148,7 +148,9 @@ def budget(
     if not isinstance(holding, Tensor | nn.Module | torch.optim.Optimizer | Mapping | Iterable) or isinstance(
         holding, str | bytes
     ):
-        raise InputError(f"holding takes modules, optimizers, tensors and containers of these, not {holding!r}")
+        raise InputError(
+            f"holding takes modules, optimizers, tensors and containers of these, not what is of type {type(holding).__name__}"
+        )
     if costs not in (None, "measured", "modelled"):
         raise InputError(f"costs must be 'measured' or 'modelled', not {costs!r}")
     check_thrash_limit(thrash_limit)
@@ -251,9 +253,10 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
         engine.driver = self
 
     def __repr__(self) -> str:
+        rule = "+".join([self.heuristic, *["reclaim"] * self._reclaim, *sorted(self._options)])
         allowed = "without a budget" if self.budget_bytes is None else f"under {self.budget_bytes:,} bytes"
         ran = f"{self._engine.ops:,} ops, {self.counters.recomputations:,} recomputations, peak {self.peak_bytes:,} bytes"
-        return f"EagerRun({allowed} with {self.heuristic}: {ran})"
+        return f"EagerRun({allowed} with {rule}: {ran})"
 
     # The block
 

@@ -1753,4 +1753,6 @@ def test_what_holds_nothing_is_refused(holding: object) -> None:
 def test_a_block_is_told_in_a_line() -> None:
     with budget("1MiB") as block:
         torch.ones(4) + 1
-    assert re.fullmatch(r"EagerRun\(under 1,048,576 bytes with dtr_eq: \d+ ops, 0 recomputations, peak \d+ bytes\)", repr(block))
+    assert re.fullmatch(
+        r"EagerRun\(under 1,048,576 bytes with dtr_eq\+counted: \d+ ops, 0 recomputations, peak \d+ bytes\)", repr(block)
+    )
