@@ -78,8 +78,8 @@ from online.recipes import (
 from online.runtime import Failure, Run, RunStatus, check_thrash_limit, rule
 from online.workspace import Workspace, learned_workspaces
 from planner.budget import is_share, resolve_budget
-from planner.draws import generator_state
-from planner.pauses import old_objects_left_alone
+from planner.execution.draws import generator_state
+from planner.process.pauses import old_objects_left_alone
 from planner.schedule import Compute, Free, Schedule, to_json
 from planner.simulate import simulate
 

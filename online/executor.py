@@ -19,10 +19,10 @@ from torch import Tensor, fx, nn
 
 from graphs.capture import Inputs, Step, bind
 from graphs.rewrite import attribute, outputs_of
-from planner.calls import quickest
-from planner.draws import Where, draws_from, generator_state, generators_of, repeat_draw, undone_on_failure
 from planner.execute import StepResult, as_captured, unit_tangent
-from planner.lowering import placement
+from planner.execution.calls import quickest
+from planner.execution.draws import Where, draws_from, generator_state, generators_of, repeat_draw, undone_on_failure
+from planner.execution.lowering import placement
 
 Store = list[Tensor | None]  # tensors of placeholders and of what ops made, by place; None while not in memory
 

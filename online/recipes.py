@@ -17,8 +17,8 @@ from graphs.costs import DEVICES, DeviceDescription
 from graphs.errors import InputError
 from graphs.rewrite import cuda_bytes, is_foreign, running_statistics
 from graphs.torch_private import FakeTensorMode, negated_view, quiet_stand_ins, tree_leaves, tree_map_only, without_autocast
-from planner.draws import repeat_draw
-from planner.pauses import no_collections
+from planner.execution.draws import repeat_draw
+from planner.process.pauses import no_collections
 
 
 class Gone(Exception):

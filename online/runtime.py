@@ -19,8 +19,8 @@ from online.engine import Counters, Driver, Engine, Option, OutOfMemory, Release
 from online.heuristics import ADDRESS_HEURISTICS, DEFAULT_RULE, HEURISTICS, Heuristic
 from planner.bounds import least_bytes
 from planner.budget import format_bytes, resolve_budget
-from planner.pauses import old_objects_left_alone
 from planner.plan import check_options, graph_of, infeasible
+from planner.process.pauses import old_objects_left_alone
 from planner.result import Plan, in_a_line
 from planner.schedule import Schedule, from_json, keep_all
 from planner.simulate import simulate

@@ -46,9 +46,9 @@ from graphs.torch_private import (
     parameter_inputs,
 )
 from planner.budget import is_share, resolve_budget
-from planner.draws import generator_state_like
-from planner.halves import first_late, late_ops, needed_from_before, not_made
-from planner.lowering import Code, placeholders
+from planner.execution.draws import generator_state_like
+from planner.execution.halves import first_late, late_ops, needed_from_before, not_made
+from planner.execution.lowering import Code, placeholders
 from planner.plan import plan_halves, with_costs
 from planner.result import Plan
 from planner.schedule import Free, Schedule, computes, keep_all

@@ -15,7 +15,8 @@ def in_halves(graph: Graph, schedule: Schedule, copied_bytes: int | None = 0) ->
     """The schedule with what its forward gives back kept, and what it needs then; None where its backward begins before all of
     that is made.
 
-    copied_bytes  needed beside it from the end of the forward on (``planner.halves.copied_bytes``); None: it runs as one piece
+    copied_bytes  needed beside it from the end of the forward on, see ``planner.execution.halves.copied_bytes``; None: it runs as
+                  one piece
     """
     if copied_bytes is None:
         return schedule, simulate(graph, schedule).peak_bytes

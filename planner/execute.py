@@ -21,12 +21,12 @@ from graphs.capture import Inputs, Step, bind
 from graphs.errors import InputError
 from graphs.inputs import is_of
 from graphs.tracing import region_of
-from planner.draws import generators_of, undone_on_failure
-from planner.halves import Halves, checked_peak, cut_in_halves, fit_halves
-from planner.lowering import Code, placeholders, result_value
+from planner.execution.draws import generators_of, undone_on_failure
+from planner.execution.halves import Halves, checked_peak, cut_in_halves, fit_halves
+from planner.execution.lowering import Code, placeholders, result_value
+from planner.execution.undo import Undo, versions
 from planner.schedule import Free, Schedule
 from planner.simulate import simulate
-from planner.undo import Undo, versions
 
 
 @dataclass(frozen=True, slots=True)

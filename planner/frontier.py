@@ -13,12 +13,12 @@ from graphs.errors import InputError
 from graphs.ir import Graph
 from planner.bounds import least_bytes
 from planner.budget import resolve_budget
-from planner.pebbling import least_peak
+from planner.least.pebbling import least_peak
+from planner.least.smallest import smaller_and_smaller
 from planner.plan import check_numbers, check_options, graph_of, solve, step_of
 from planner.result import Plan, Status
 from planner.schedule import Schedule, computes, in_graph_order, keep_all
 from planner.simulate import simulate
-from planner.smallest import smaller_and_smaller
 
 if TYPE_CHECKING:
     from torch import nn
@@ -135,9 +135,9 @@ class MinBudget:
 def min_budget(target: Step | Graph, *, time_limit_s: float = 30.0, within: float = 0.01, seed: int = 0) -> MinBudget:
     """The smallest budget with a schedule in hand, and a proved minimum that holds for schedules in any order.
 
-    A backward search (``planner.pebbling``) proves the minimum, and often comes with a schedule that attains it. Else list walks
-    and such searches find a budget that works, and budgets are bisected between that and what nothing was found for. The schedule
-    may be a dear one: a plan for that budget looks for a cheaper one.
+    A backward search (``planner.least.pebbling``) proves the minimum, and often comes with a schedule that attains it. Else list
+    walks and such searches find a budget that works, and budgets are bisected between that and what nothing was found for. The
+    schedule may be a dear one: a plan for that budget looks for a cheaper one.
 
     time_limit_s  for all of it: at most a third for what is proved, half for walks and searches, a tenth for each solve. Ctrl-C
                   stops at once. Either way the best so far is returned

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from planner.loading import undisturbed
+from planner.process.loading import undisturbed
 
 if TYPE_CHECKING:
-    from planner.annealed_walks import AnnealedWalks
-    from planner.milp import Answer
-    from planner.walk_search import WalkSearch
+    from planner.solvers.milp import Answer
+    from planner.walks.annealed_walks import AnnealedWalks
+    from planner.walks.walk_search import WalkSearch
 
 
 def walk_search() -> type[WalkSearch]:
@@ -19,7 +19,7 @@ def walk_search() -> type[WalkSearch]:
 
 
 def _walk_search() -> type[WalkSearch]:
-    from planner.walk_search import WalkSearch
+    from planner.walks.walk_search import WalkSearch
 
     return WalkSearch
 
@@ -30,7 +30,7 @@ def annealed_walks() -> type[AnnealedWalks]:
 
 
 def _annealed_walks() -> type[AnnealedWalks]:
-    from planner.annealed_walks import AnnealedWalks
+    from planner.walks.annealed_walks import AnnealedWalks
 
     return AnnealedWalks
 
@@ -41,6 +41,6 @@ def sat_minimise() -> Callable[..., Answer]:
 
 
 def _sat_minimise() -> Callable[..., Answer]:
-    from planner.pseudo_boolean import minimise
+    from planner.solvers.pseudo_boolean import minimise
 
     return minimise

@@ -15,13 +15,13 @@ from graphs.ir import Graph
 from planner.bounds import least_bytes
 from planner.budget import format_bytes, is_share, resolve_budget
 from planner.early import in_halves, with_early_kept
+from planner.least.smallest import smaller_and_smaller
 from planner.methods import Solve
 from planner.methods import method as method_named
-from planner.pauses import rare_collections
+from planner.process.pauses import rare_collections
 from planner.result import Plan, Status
 from planner.schedule import Compute, Free, Schedule, computes, first_runs, in_graph_order, keep_all
 from planner.simulate import simulate
-from planner.smallest import smaller_and_smaller
 
 if TYPE_CHECKING:
     import torch
@@ -181,7 +181,8 @@ def solve_halves(
     known is tried (found within another quarter of the limit). Should it be too large, the plan is ``solve``'s own: one that runs
     as one piece, without a module. Its notes say so (``halves``), and how many bytes are known to be enough (``halves_bytes``).
 
-    copied_bytes  needed beside the schedule in the second half, see ``planner.halves.copied_bytes``; None: it runs as one piece
+    copied_bytes  needed beside the schedule in the second half, see ``planner.execution.halves.copied_bytes``; None: it runs as
+                  one piece
     """
     found = solve(graph, budget_bytes, method=method, gap=gap, time_limit_s=time_limit_s, **options)
     if copied_bytes is None or found.schedule is None or found.notes.get("stopped") == "interrupted":
@@ -346,7 +347,7 @@ def copied_bytes_of(target: Step | Graph) -> int | None:
     """What ``solve_halves`` has to know of a step; None for a Graph, which nothing will train with."""
     if isinstance(target, Graph):
         return None
-    from planner.halves import copied_bytes
+    from planner.execution.halves import copied_bytes
 
     return copied_bytes(target)
 

@@ -154,9 +154,10 @@ class Plan:
         A plan whose notes have ``halves`` runs as one piece only (``planner.execute.PlannedStep``). For that this raises
         BudgetExceeded, or InvalidSchedule where its order is the reason, and says how many bytes are known to be enough.
 
-        replan      plan again, for the same bytes, when inputs of other shapes come (see ``planner.replan.ReplanningModule``),
-                    with these options of ``planner.plan``; otherwise they are refused
-        cuda_graph  capture the step once and replay it, so that ops cost no host time (see ``planner.cuda_graph.GraphedModule``)
+        replan      plan again, for the same bytes, when inputs of other shapes come, with these options of ``planner.plan`` (see
+                    ``planner.execution.replan.ReplanningModule``); otherwise they are refused
+        cuda_graph  capture the step once and replay it, so that ops cost no host time (see
+                    ``planner.execution.cuda_graph.GraphedModule``)
         """
         if self.step is None:
             raise InputError(f"the plan for {self.graph.name} has no captured model behind it, so there is nothing to train")
@@ -178,11 +179,11 @@ class Plan:
         if replan is not False:
             if cuda_graph:
                 raise InputError("replan and cuda_graph exclude each other: every shape would keep memory of its own")
-            from planner.replan import ReplanningModule
+            from planner.execution.replan import ReplanningModule
 
             return ReplanningModule(self, {} if replan is True else replan)
         if cuda_graph:
-            from planner.cuda_graph import GraphedModule
+            from planner.execution.cuda_graph import GraphedModule
 
             return GraphedModule(step, schedule, self.budget_bytes)
         from planner.execute import PlannedModule

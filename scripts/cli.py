@@ -24,11 +24,11 @@ from graphs.ir import Graph
 from online.heuristics import ADDRESS_HEURISTICS, DEFAULT_RULE, HEURISTICS
 from planner.budget import format_bytes, is_share, resolve_budget
 from planner.methods import METHODS
-from planner.milp import solving
 from planner.plan import check_numbers, check_options, checked_method, copied_bytes_of, infeasible, solve_halves, with_costs
 from planner.result import Plan, Status
 from planner.schedule import keep_all
 from planner.simulate import simulate
+from planner.solvers.milp import solving
 
 from .entry import INTERRUPTED
 from .output import OutputLost, computing, progress_bar, standard_output
@@ -635,7 +635,7 @@ def _workloads(arguments: argparse.Namespace) -> int:
 def _info(arguments: argparse.Namespace) -> int:
     from planner.bounds import least_bytes
     from planner.frontier import min_budget
-    from planner.smallest import smallest_known
+    from planner.least.smallest import smallest_known
 
     with computing() as status:
         loaded = Loaded(arguments, status)

@@ -21,8 +21,8 @@ from graphs.capture import Step
 from graphs.errors import InputError
 from graphs.torch_private import activation_memory_budget
 from online.runtime import run
-from planner.cuda_graph import GraphedModule
 from planner.execute import PlannedModule
+from planner.execution.cuda_graph import GraphedModule
 from planner.measure import measure, resident_before_backward
 from planner.result import Plan
 

@@ -10,10 +10,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from matplotlib import pyplot as plt
-
 from .page import END, page_of_rows, table
-from .plots import draw_overhead, save
+from .plots import draw_panels
 from .sweep import ONLINE, Row, proved
 
 BEGIN = "<!-- results: drawn by scripts/online_doc.py -->"
@@ -77,20 +75,11 @@ def _cell(row: Row | None) -> str:
 
 def draw(rows: Sequence[Row], path: str) -> None:
     """Overhead against budget, a panel a graph, the proved bound as ground."""
-    names = list(dict.fromkeys(row["graph"] for row in rows))
     shown = [DTR, OURS, *dict.fromkeys(row["method"] for row in rows if not row["method"].startswith(ONLINE))]
-    across = 4
-    down = -(-len(names) // across)
-    figure, axes = plt.subplots(down, across, figsize=(4 * across, 3 * down), squeeze=False)
-    for number, panel in enumerate(axes.flat):
-        if number >= len(names):
-            panel.set_axis_off()
-            continue
-        mine = [row for row in rows if row["graph"] == names[number] and row["method"] in shown]
-        draw_overhead(panel, mine, shown)
-        panel.set(title=names[number])
-        panel.legend(frameon=False)
-    save(figure, path)
+    names = dict.fromkeys(row["graph"] for row in rows)
+    draw_panels(
+        [[row for row in rows if row["graph"] == name and row["method"] in shown] for name in names], shown, path, most_across=4
+    )
 
 
 def results(rows: Sequence[Row], picture: str) -> str:

@@ -147,12 +147,22 @@ def draw_sweep(rows: Sequence[dict[str, Any]], path: str) -> None:
         panels[row["fingerprint"]].append(row)
     methods = list(dict.fromkeys(row["method"] for row in rows if row["method"] != "keep_all"))
     methods.sort(key=lambda method: method.startswith("online:"))  # planners first, each kind as it was asked for
-    across = min(3, len(panels))
+    draw_panels(list(panels.values()), methods, path)
+
+
+def draw_panels(panels: Sequence[Sequence[dict[str, Any]]], methods: Sequence[str], path: str, *, most_across: int = 3) -> None:
+    """Overhead against budget for several graphs, each given by its rows, with one legend for all. What is beyond HIGHEST is cut
+    off.
+
+    methods  in the order of their colours
+    """
+    across = min(most_across, len(panels))
     down = -(-len(panels) // across)
-    figure, grid = plt.subplots(down, across, figsize=(6 * across, 4 * down + 0.5), squeeze=False, layout="constrained")
+    width, height = 18 / most_across, 12 / most_across
+    figure, grid = plt.subplots(down, across, figsize=(width * across, height * down + 0.5), squeeze=False, layout="constrained")
     for axes in grid.flat[len(panels) :]:
         axes.remove()
-    for axes, of_graph in zip(grid.flat, panels.values(), strict=False):
+    for axes, of_graph in zip(grid.flat, panels, strict=False):
         draw_overhead(axes, of_graph, methods)
         _entitle(axes, of_graph[0]["graph"])
         _cut_off(axes)

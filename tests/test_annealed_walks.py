@@ -11,12 +11,13 @@ import pytest
 
 from graphs import Graph
 from graphs.synthetic import random_layered, random_training
-from planner import annealed_walks, keep_all, simulate
-from planner.annealed_walks import AnnealedWalks
-from planner.annealing import Annealer, Round
+from planner import keep_all, simulate
 from planner.incumbent import Incumbent
 from planner.schedule import in_graph_order, with_frees
-from planner.walk_search import WalkSearch
+from planner.walks import annealed_walks
+from planner.walks.annealed_walks import AnnealedWalks
+from planner.walks.annealing import Annealer, Round
+from planner.walks.walk_search import WalkSearch
 from tests.clock import stopwatch
 
 WORK = 2_000_000

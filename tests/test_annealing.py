@@ -12,12 +12,13 @@ import pytest
 from graphs import Graph
 from graphs.errors import InputError
 from graphs.synthetic import chain, random_layered, random_training
-from planner import Plan, Status, annealing, annealing_moves, keep_all, simulate, solve
-from planner.annealing import SPARE, Annealer
+from planner import Plan, Status, keep_all, simulate, solve
 from planner.bounds import least_bytes
 from planner.incumbent import Incumbent
+from planner.least.smallest import smallest_known
 from planner.schedule import Compute, computes, with_frees
-from planner.smallest import smallest_known
+from planner.walks import annealing, annealing_moves
+from planner.walks.annealing import SPARE, Annealer
 from tests.clock import stopwatch
 from tests.interruption import interrupted
 from tests.oracles import least_time
@@ -112,7 +113,7 @@ def test_an_interruption_between_moves_is_raised_and_crashes_nothing() -> None:
 import signal
 
 from graphs.synthetic import random_layered
-from planner.annealing import Annealer
+from planner.walks.annealing import Annealer
 
 graph = random_layered("RL1", 0)
 annealer = Annealer(graph, range(len(graph.ops)), 1_000, 0, keep_order=True)

@@ -7,8 +7,8 @@ from torch import Tensor, nn
 from graphs.capture import Step, bind, capture
 from graphs.rewrite import bernoulli
 from graphs.torch_private import OpOverload, TorchDispatchMode, tree_leaves
-from planner.calls import quickest
 from planner.execute import lower
+from planner.execution.calls import quickest
 from planner.schedule import keep_all
 
 

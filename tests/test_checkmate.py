@@ -15,9 +15,11 @@ from graphs.errors import InputError
 from graphs.importers import load_checkmate
 from graphs.synthetic import chain, random_training
 from planner import Status, keep_all, simulate, solve
-from planner.checkmate_model import Form, checkmate_model, held_of, own_runs, start_values, walk
-from planner.milp import Milp, Outcome
-from planner.mip_solvers import (
+from planner.least.smallest import smallest_known
+from planner.methods.checkmate_model import Form, checkmate_model, held_of, own_runs, start_values, walk
+from planner.schedule import Compute, Schedule, computes, with_frees
+from planner.solvers.milp import Milp, Outcome
+from planner.solvers.mip_solvers import (
     _Pulp,
     cbc_bound,
     cbc_outcome,
@@ -25,8 +27,6 @@ from planner.mip_solvers import (
     logged_bound,
     minimise,
 )
-from planner.schedule import Compute, Schedule, computes, with_frees
-from planner.smallest import smallest_known
 from tests.chains import vgg19
 from tests.clock import stopwatch
 from tests.oracles import _frees
@@ -306,7 +306,7 @@ def test_time_limit_without_a_schedule(solver: str) -> None:
 
 
 def test_models_too_large_are_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("planner.checkmate_model.COEFFICIENTS", 1000)
+    monkeypatch.setattr("planner.methods.checkmate_model.COEFFICIENTS", 1000)
     for method in ("checkmate", "checkmate_lp"):
         found = solve(chain(12), 5, method=method)
         assert found.status is Status.UNKNOWN
@@ -325,7 +325,7 @@ def test_stages_too_many_to_list_are_not_listed(method: str) -> None:
 
 
 def test_all_values_of_all_stages_are_counted_without_presolve(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("planner.checkmate_model.COEFFICIENTS", 1000)
+    monkeypatch.setattr("planner.methods.checkmate_model.COEFFICIENTS", 1000)
     found = solve(chain(50), 5, method="checkmate", presolve=False)
     assert found.notes["stopped"] == "the model is too large: 1,000 values that some stage can hold"
 
@@ -590,7 +590,7 @@ def test_interrupted(tmp_path: Path) -> None:
 import threading, os, signal, sys
 from graphs.synthetic import random_training
 from planner import solve, simulate, keep_all
-from planner.smallest import smallest_known
+from planner.least.smallest import smallest_known
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a parent that ignores Ctrl-C must not pass that on
 graph = random_training(40, 1)
 budget = int(0.5 * simulate(graph, keep_all(graph)).peak_bytes)

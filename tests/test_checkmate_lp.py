@@ -15,13 +15,14 @@ from graphs import Graph, Op, Value
 from graphs.errors import InputError
 from graphs.importers import load_checkmate
 from graphs.synthetic import chain, random_training
-from planner import Plan, Status, keep_all, mip_solvers, simulate, solve
-from planner.checkmate_model import checkmate_model, walk
+from planner import Plan, Status, keep_all, simulate, solve
+from planner.least.smallest import smallest_known
 from planner.methods.checkmate_lp import ROUNDINGS, THRESHOLDS
-from planner.milp import Milp, Outcome
-from planner.mip_solvers import minimise
+from planner.methods.checkmate_model import checkmate_model, walk
 from planner.schedule import with_frees
-from planner.smallest import smallest_known
+from planner.solvers import mip_solvers
+from planner.solvers.milp import Milp, Outcome
+from planner.solvers.mip_solvers import minimise
 from tests.oracles import least_time
 from tests.strategies import random_budget, random_graph
 

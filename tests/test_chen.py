@@ -14,8 +14,8 @@ from graphs import Graph, InputError, Value
 from graphs.importers import load_checkmate
 from graphs.synthetic import chain, linear_network, random_training
 from planner import Status, keep_all, simulate, solve
-from planner.chains import forward_count, separators
-from planner.checkpoints import Trials, candidates_of, every_root, runs
+from planner.chains.chain import forward_count, separators
+from planner.chains.checkpoints import Trials, candidates_of, every_root, runs
 from planner.methods.chen_greedy import solve as chen_greedy
 from planner.methods.chen_sqrt import solve as chen_sqrt
 from planner.schedule import Compute, with_frees

@@ -168,7 +168,8 @@ def test_the_command_is_installed() -> None:
 INTERRUPTED = """
 import os, random, signal, sys, threading
 from belady.cli import main
-from planner import milp, stage_model
+from planner.solvers import milp
+from planner.stages import model as stage_model
 
 stage_model.SAT_VARIABLES = stage_model.SAT_RERUNS = 0  # HiGHS even for small models: it is the one that nothing can stop
 draw, hard = random.Random(0), milp.Milp()

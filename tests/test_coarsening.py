@@ -9,8 +9,8 @@ import pytest
 from graphs import Graph, Op, Value
 from graphs.synthetic import random_training
 from planner import keep_all, simulate
-from planner.coarsening import Coarse, coarsen
 from planner.schedule import computes, first_runs, with_frees
+from planner.stages.coarsening import Coarse, coarsen
 from tests.strategies import random_graph, sequence
 
 

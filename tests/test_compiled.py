@@ -10,7 +10,7 @@ import pytest
 resource = pytest.importorskip("resource", reason="limits the size of files")
 ROOT = Path(__file__).resolve().parents[1]
 MODULE = """
-from planner.compiled import njit
+from planner.process.compiled import njit
 
 @njit
 def twice(x: int) -> int:

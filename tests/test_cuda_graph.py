@@ -17,9 +17,9 @@ from graphs.capture import capture
 from graphs.costs import roofline
 from graphs.errors import InputError
 from graphs.torch_private import storage_key
-from planner.cuda_graph import CudaRecorder, GraphedModule, Run
 from planner.execute import PlannedModule
-from planner.graph_draws import GraphRepeats
+from planner.execution.cuda_graph import CudaRecorder, GraphedModule, Run
+from planner.execution.graph_draws import GraphRepeats
 from planner.plan import plan
 
 
@@ -349,7 +349,7 @@ class FakeCuda:
         monkeypatch.setattr(
             torch._C, "_cuda_releasePool", lambda _, pool: fake.pools.update({pool: fake.pools[pool] - 1}), raising=False
         )
-        monkeypatch.setattr("planner.cuda_graph.torch.empty", lambda size, device: torch.zeros(size))
+        monkeypatch.setattr("planner.execution.cuda_graph.torch.empty", lambda size, device: torch.zeros(size))
 
 
 def test_after_a_capture_that_fails_everything_is_as_before(monkeypatch: pytest.MonkeyPatch) -> None:

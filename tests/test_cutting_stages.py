@@ -12,37 +12,30 @@ import pytest
 import torch
 from torch import nn
 
-import planner.stage_events
-import planner.stage_model
+import planner.stages.events
+import planner.stages.model
 from graphs import Graph, Op, Value
 from graphs.capture import capture
 from graphs.importers import load_checkmate
 from graphs.synthetic import chain, random_layered, random_training
-from planner import (
-    Status,
-    first_schedules,
-    keep_all,
-    order_search,
-    plan,
-    pseudo_boolean,
-    simulate,
-    solve,
-    stage_search,
-    stage_solving,
-)
-from planner.annealed_walks import AnnealedWalks
+from planner import Status, keep_all, plan, simulate, solve
 from planner.bounds import least_bytes
-from planner.exhaustive import cheapest
-from planner.first_schedules import try_blocks
+from planner.least.pebbling import fitting, least_peak
+from planner.least.smallest import smallest_known
 from planner.methods import cutting_stages
-from planner.milp import Answer, Milp, Outcome
-from planner.pebbling import fitting, least_peak
 from planner.plan import with_costs
 from planner.schedule import computes, first_runs, with_frees
-from planner.smallest import smallest_known
-from planner.stage_model import Event, stage_model, walk, with_end
-from planner.stage_search import StageSearch
-from planner.stage_solving import Asked
+from planner.solvers import pseudo_boolean
+from planner.solvers.milp import Answer, Milp, Outcome
+from planner.stages import first_schedules, order_search
+from planner.stages import search as stage_search
+from planner.stages import solving as stage_solving
+from planner.stages.exhaustive import cheapest
+from planner.stages.first_schedules import try_blocks
+from planner.stages.model import Event, stage_model, walk, with_end
+from planner.stages.search import StageSearch
+from planner.stages.solving import Asked
+from planner.walks.annealed_walks import AnnealedWalks
 from tests.clock import stopwatch
 from tests.interruption import interrupted
 from tests.oracles import least_budget, least_time
@@ -206,8 +199,8 @@ def test_vgg16_in_seven_gigabytes_is_refused(data: Path) -> None:
 
 def solve_by_sat(monkeypatch: pytest.MonkeyPatch, variables: int) -> None:
     """MILPs up to that size, HiGHS the others."""
-    monkeypatch.setattr(planner.stage_model, "SAT_VARIABLES", variables)
-    monkeypatch.setattr(planner.stage_model, "SAT_RERUNS", variables)
+    monkeypatch.setattr(planner.stages.model, "SAT_VARIABLES", variables)
+    monkeypatch.setattr(planner.stages.model, "SAT_RERUNS", variables)
 
 
 def coarser_first(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -233,9 +226,9 @@ def coarser_first(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 )
 def test_without_some_part_the_optimum_is_the_same(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if part == "passing":
-        monkeypatch.setattr(planner.stage_model, "_passing", lambda graph: {})
+        monkeypatch.setattr(planner.stages.model, "_passing", lambda graph: {})
     elif part == "re-runs":  # as events
-        monkeypatch.setattr(planner.stage_events, "_before", lambda *_: None)
+        monkeypatch.setattr(planner.stages.events, "_before", lambda *_: None)
     elif part == "blocks":
         monkeypatch.setattr(first_schedules, "is_chain", lambda graph: False)
     elif part == "first efforts":  # they find nothing
@@ -370,7 +363,7 @@ def test_what_only_passes_on_need_not_be_kept(monkeypatch: pytest.MonkeyPatch) -
         for off in (False, True):
             with monkeypatch.context() as patched:
                 if off:
-                    patched.setattr(planner.stage_model, "_passing", lambda graph: {})
+                    patched.setattr(planner.stages.model, "_passing", lambda graph: {})
                 model = stage_model(graph, budget_bytes, events)
                 answer = model.milp.minimise(time_limit_s=20.0)
                 costs.append((answer.outcome, pytest.approx(answer.cost)))

@@ -23,8 +23,8 @@ from graphs.capture import Step, capture
 from graphs.errors import BudgetExceeded, InputError, InvalidSchedule
 from graphs.ir import Graph
 from graphs.torch_private import storage_key
-from planner.draws import generator_state, repeat_draw
 from planner.execute import PlannedModule, PlannedStep, StepResult, lower, run_step
+from planner.execution.draws import generator_state, repeat_draw
 from planner.measure import StorageMeter, measure, resident_before_backward
 from planner.plan import plan as plan_of
 from planner.plan import with_costs

@@ -7,10 +7,11 @@ import math
 import pytest
 
 from graphs.synthetic import random_training
-from planner import keep_all, simulate, solve, stage_events
-from planner.exhaustive import cheapest
+from planner import keep_all, simulate, solve
 from planner.methods import cutting_stages
 from planner.schedule import in_graph_order, with_frees
+from planner.stages import events as stage_events
+from planner.stages.exhaustive import cheapest
 from tests.oracles import least_time
 from tests.strategies import random_budget, random_graph
 

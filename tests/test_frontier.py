@@ -13,10 +13,10 @@ from graphs.errors import InfeasibleBudget, InputError
 from graphs.synthetic import Layered, chain, random_layered, random_training
 from planner import min_budget, plan, plans, solve
 from planner.bounds import least_bytes
+from planner.least.smallest import smallest_known
 from planner.result import Plan, Status
 from planner.schedule import keep_all
 from planner.simulate import simulate
-from planner.smallest import smallest_known
 from tests.interruption import interrupted
 
 
@@ -59,7 +59,7 @@ def test_interrupting_min_budget_returns_the_best_so_far(after_s: float) -> None
     script = (
         "from graphs.synthetic import Layered, chain, random_layered\n"
         "from planner import keep_all, min_budget, simulate\nfrom planner.bounds import least_bytes\n"
-        "from planner.smallest import smallest_known\n"
+        "from planner.least.smallest import smallest_known\n"
         "graph = random_layered(Layered(5000, 0.3), seed=1)\nsmallest_known(chain(3))\nprint('ready', flush=True)\n"
         "found = min_budget(graph, time_limit_s=100)\n"
         "works = found.works_bytes == simulate(graph, found.schedule).peak_bytes\n"
@@ -94,7 +94,8 @@ def test_a_budget_without_a_schedule_has_the_bound_of_larger_ones() -> None:
 
 def test_interrupting_plans_leaves_a_plan_for_every_budget_and_says_so() -> None:
     script = (
-        "from graphs.synthetic import random_training\nfrom planner import plans\nfrom planner.smallest import smallest_known\n"
+        "from graphs.synthetic import random_training\nfrom planner import plans\n"
+        "from planner.least.smallest import smallest_known\n"
         "graph, shares = random_training(30, seed=1), [0.5, 0.6, 0.7, 0.8, 1.0]\n"
         "smallest_known(graph)\nprint('ready', flush=True)\n"
         "found = plans(graph, shares, gap=0.0, time_limit_s=8)\n"

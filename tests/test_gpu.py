@@ -23,8 +23,8 @@ from graphs.errors import BudgetExceeded
 from graphs.profile import measured
 from graphs.workloads import build
 from online.runtime import run
-from planner.cuda_graph import GraphedModule
 from planner.execute import PlannedModule
+from planner.execution.cuda_graph import GraphedModule
 from planner.measure import measure, resident_before_backward
 from planner.schedule import Schedule, hold_early, keep_all
 from planner.simulate import simulate

@@ -11,12 +11,12 @@ from numba.extending import is_jitted
 
 from graphs.ir import Graph, Op
 from graphs.synthetic import linear_network, random_training
-from planner import list_walk, walk_search
-from planner.list_walk import ListWalk, Route, Walked
+from planner.least.smallest import smallest_known
 from planner.schedule import keep_all, with_frees
 from planner.simulate import simulate
-from planner.smallest import smallest_known
-from planner.walk_search import LEADS, WalkSearch, _wanted_since
+from planner.walks import list_walk, walk_search
+from planner.walks.list_walk import ListWalk, Route, Walked
+from planner.walks.walk_search import LEADS, WalkSearch, _wanted_since
 from tests.strategies import random_budget, random_graph
 
 COMPILED = ("_walk", "_remake_time", "_drop", "_sift", "_after", "is_read", "_power", "_places")

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from planner.loading import undisturbed
+from planner.process.loading import undisturbed
 from tests.interruption import interrupted
 
 
@@ -34,7 +34,7 @@ def test_a_method_is_imported_whole_before_an_interruption_comes_through() -> No
 
 def test_a_second_interruption_comes_through_at_once() -> None:
     script = (
-        "import os, signal, threading, time\nfrom planner.loading import undisturbed\n"
+        "import os, signal, threading, time\nfrom planner.process.loading import undisturbed\n"
         "def work():\n"
         "    print('ready', flush=True)\n    time.sleep(1)\n    os.kill(os.getpid(), signal.SIGINT)\n    time.sleep(20)\n"
         "began = time.perf_counter()\n"

@@ -9,7 +9,7 @@ import threading
 import numpy as np
 import pytest
 
-from planner.milp import Milp, Outcome
+from planner.solvers.milp import Milp, Outcome
 
 
 def knapsack(count: int = 30) -> Milp:

@@ -13,12 +13,13 @@ from graphs import Graph, Op, Value
 from graphs.errors import InputError
 from graphs.importers import load_checkmate
 from graphs.synthetic import chain, random_layered, random_training
-from planner import Plan, Status, cp_sat, keep_all, simulate, solve
+from planner import Plan, Status, keep_all, simulate, solve
 from planner.bounds import least_bytes
-from planner.milp import solving
-from planner.retention import RetentionModel, last_stages, sequence, staged
+from planner.methods.retention import RetentionModel, last_stages, sequence, staged
 from planner.schedule import with_frees
-from planner.stage_model import with_end
+from planner.solvers import cp_sat
+from planner.solvers.milp import solving
+from planner.stages.model import with_end
 from tests.chains import vgg, vgg19
 from tests.clock import stopwatch
 from tests.interruption import interrupted
@@ -439,7 +440,7 @@ def test_progress_tells_times_bounds_and_phases() -> None:
 def test_interrupting_returns_what_was_found() -> None:
     script = (
         "from tests.test_moccasin import tight\nfrom planner import keep_all, simulate, solve\n"
-        "from planner.smallest import smallest_known\n"
+        "from planner.least.smallest import smallest_known\n"
         "graph, budget = tight()\nstart = smallest_known(graph)[1]\n"
         "budget = simulate(graph, start).peak_bytes\nprint('ready', flush=True)\n"
         "found = solve(graph, budget, method='moccasin', workers=1, start=start, gap=0.0, time_limit_s=100)\n"

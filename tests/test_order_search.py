@@ -11,11 +11,12 @@ import pytest
 
 from graphs.ir import Graph
 from graphs.synthetic import random_layered
-from planner import keep_all, order_search, simulate
+from planner import keep_all, simulate
 from planner.incumbent import Incumbent
-from planner.order_search import Ended, anneal_on, search_orders
 from planner.schedule import computes, first_runs, with_frees
-from planner.walk_search import WalkSearch
+from planner.stages import order_search
+from planner.stages.order_search import Ended, anneal_on, search_orders
+from planner.walks.walk_search import WalkSearch
 
 
 def at(graph: Graph, share: float, *, gap: float = 0.001) -> Incumbent:

@@ -13,7 +13,7 @@ from graphs.ir import Graph
 from graphs.synthetic import chain
 from planner import Plan, solve
 from planner.methods import method as method_named
-from planner.pauses import NEW_OBJECTS, old_objects_left_alone, rare_collections
+from planner.process.pauses import NEW_OBJECTS, old_objects_left_alone, rare_collections
 
 
 class Node:
@@ -45,7 +45,7 @@ def test_old_objects_are_frozen_until_the_outermost_block_ends() -> None:
 def test_what_others_have_frozen_stays_so() -> None:
     code = """
 import gc
-from planner.pauses import old_objects_left_alone
+from planner.process.pauses import old_objects_left_alone
 gc.freeze()
 before = gc.get_freeze_count()
 for _ in range(2):

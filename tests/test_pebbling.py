@@ -11,16 +11,18 @@ import pytest
 
 from graphs.ir import Graph, Op, Value
 from graphs.synthetic import Layered, chain, random_layered, random_training
-from planner import first_schedules, min_budget, pebbling, smallest
+from planner import min_budget
 from planner.bounds import least_bytes
+from planner.least import pebbling, smallest
+from planner.least.pebbling import fitting, least_peak
+from planner.least.pebbling_sets import again_bytes, last_makers, sets_of, shrink
+from planner.least.smallest import smaller_and_smaller, smallest_known
 from planner.methods.cutting_stages import solve
-from planner.pebbling import fitting, least_peak
-from planner.pebbling_sets import again_bytes, last_makers, sets_of, shrink
 from planner.result import Status
 from planner.schedule import Schedule, computes, keep_all, with_frees
 from planner.simulate import simulate
-from planner.smallest import smaller_and_smaller, smallest_known
-from planner.walk_search import WalkSearch
+from planner.stages import first_schedules
+from planner.walks.walk_search import WalkSearch
 from tests.models import graph_of
 from tests.oracles import least_budget
 from tests.strategies import random_graph

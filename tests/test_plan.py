@@ -14,9 +14,9 @@ from graphs.synthetic import linear_network, random_training
 from online import run
 from planner import Compute, Status, keep_all, load_plan, min_budget, plan, simulate, solve
 from planner.early import in_halves, with_early_kept
+from planner.least.smallest import smaller_and_smaller
 from planner.plan import solve_halves, with_costs
 from planner.schedule import Free, hold_early
-from planner.smallest import smaller_and_smaller
 
 
 @pytest.fixture

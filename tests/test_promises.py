@@ -20,11 +20,11 @@ from graphs.errors import BudgetExceeded, InvalidSchedule
 from graphs.workloads import WORKLOADS
 from planner import Plan, min_budget
 from planner.execute import PlannedStep, StepResult, run_step
+from planner.least.smallest import smallest_known
 from planner.measure import measure, resident_before_backward
 from planner.plan import plan
 from planner.schedule import hold_early, keep_all
 from planner.simulate import simulate
-from planner.smallest import smallest_known
 
 STEPS = 10
 BUDGETS = (0.8, 0.6, 0.4, 0.2, 0.0)  # of the way from the smallest peak known to work to the keep-all peak

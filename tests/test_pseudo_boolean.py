@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from planner import pseudo_boolean
-from planner.milp import Milp, Outcome
+from planner.solvers import pseudo_boolean
+from planner.solvers.milp import Milp, Outcome
 
 
 def covering(seed: int, *, whole: bool, count: int = 14) -> Milp:

@@ -12,7 +12,7 @@ import pytest
 from graphs import InputError, Value
 from graphs.synthetic import chain, linear_network, random_training
 from planner import Status, keep_all, simulate, solve
-from planner.chains import chain_of_ops
+from planner.chains.chain import chain_of_ops
 from planner.methods.revolve import equal_layers, first_jump, forward_runs
 from planner.methods.revolve import solve as revolve
 from tests.chains import random_chain, vgg19

@@ -18,13 +18,13 @@ from graphs.importers.checkmate import COST_UNIT_NS
 from graphs.synthetic import chain, random_training
 from graphs.workloads import build
 from planner import Status, keep_all, simulate, solve
-from planner.block_chain import block_schedule
-from planner.blocks import Block, BlockSolver, blocks
-from planner.chain_dp import Way
-from planner.chains import Chain, Stage, chain_of_blocks, forward_count, held_throughout, left_for, small_crossing
+from planner.chains.chain import Chain, Stage, chain_of_blocks, forward_count, held_throughout, left_for, small_crossing
+from planner.chains.chain_dp import Way
 from planner.methods.rockmate import solve as rockmate
 from planner.methods.rotor import solve as rotor
 from planner.schedule import with_frees
+from planner.stages.block_chain import block_schedule
+from planner.stages.blocks import Block, BlockSolver, blocks
 from tests.chains import random_chain
 from tests.models import MODELS, graph_of
 from tests.oracles import least_budget, least_time

@@ -7,6 +7,7 @@ import importlib
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from planner.methods import METHODS
 
 ROOT = Path(__file__).resolve().parents[1]
 BELOW = {"graphs": set(), "planner": {"graphs"}, "online": {"graphs", "planner"}}
+PARTS = ("process", "solvers", "walks", "least", "chains", "stages", "methods")  # of the planner, each imports those before it
 ABOVE = {"belady", "scripts", "tests"}
 FILES = sorted(path for room in BELOW for path in (ROOT / room).rglob("*.py"))
 PRODUCT = [*FILES, *sorted((ROOT / "scripts").rglob("*.py"))]
@@ -57,6 +59,29 @@ def test_rooms_import_only_what_lies_below(path: Path) -> None:
     room = path.relative_to(ROOT).parts[0]
     packages = {name.partition(".")[0] for name in imports(path)}
     assert packages & (BELOW.keys() | ABOVE) <= BELOW[room] | {room}
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_parts_of_the_planner_import_only_those_before_them(part: str) -> None:
+    after = PARTS[PARTS.index(part) + 1 :]
+    names = {name for path in (ROOT / "planner" / part).glob("*.py") for name in imports(path)}
+    assert not {name for name in names for other in after if f"{name}.".startswith(f"planner.{other}.")}
+
+
+def test_every_room_is_installed() -> None:
+    packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    assert set(packages) == {"belady"} | {name_of(path) for path in FILES if path.name == "__init__.py"}
+
+
+@pytest.mark.parametrize("room", sorted({path.parent for path in FILES if path.parent.parent == ROOT / "planner"}), ids=name_of)
+def test_the_parts_of_the_planner_say_what_is_in_them(room: Path) -> None:
+    """Each but the methods, which are listed in a table, has a map of its files."""
+    told = ast.get_docstring(ast.parse((room / "__init__.py").read_text())) or ""
+    files = {path.stem for path in room.glob("*.py")} - {"__init__"}
+    missing = {
+        name for name in files if not re.search(rf"\b{name}\b", told) and f"planner.methods.{name}" not in METHODS.values()
+    }
+    assert not missing
 
 
 def test_methods_do_not_import_each_other() -> None:

@@ -13,8 +13,8 @@ import pytest
 from graphs import Graph, InputError, Op, Value
 from graphs.synthetic import chain, linear_network, random_training
 from planner import Status, keep_all, simulate, solve
-from planner.chain_dp import ChainProgram, Way
-from planner.chains import Stage, chain_of_ops
+from planner.chains.chain import Stage, chain_of_ops
+from planner.chains.chain_dp import ChainProgram, Way
 from planner.methods.rotor import solve as rotor
 from planner.schedule import with_frees
 from tests.chains import random_chain

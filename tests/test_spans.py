@@ -8,12 +8,12 @@ import pytest
 
 from graphs.ir import Graph
 from graphs.synthetic import random_training
-from planner import spans
-from planner.milp import Outcome
 from planner.schedule import keep_all
 from planner.simulate import simulate
-from planner.spans import SpanRow, relax
-from planner.stage_model import Event, StageModel, stage_model, with_end
+from planner.solvers.milp import Outcome
+from planner.stages import spans
+from planner.stages.model import Event, StageModel, stage_model, with_end
+from planner.stages.spans import SpanRow, relax
 
 
 def tight_model(seed: int, events: int, reruns: int = 0) -> StageModel:

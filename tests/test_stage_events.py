@@ -8,16 +8,16 @@ from random import Random
 
 import pytest
 
-import planner.stage_model
+import planner.stages.model
 from graphs.ir import Graph, Op, Value
 from graphs.synthetic import chain
-from planner import pseudo_boolean
-from planner.milp import Answer, Outcome
 from planner.schedule import with_frees
 from planner.simulate import simulate
-from planner.spans import add_spans, relax
-from planner.stage_events import missing, next_first_runs, tightest
-from planner.stage_model import Event, StageModel, Walk, stage_model, walk, with_end
+from planner.solvers import pseudo_boolean
+from planner.solvers.milp import Answer, Outcome
+from planner.stages.events import missing, next_first_runs, tightest
+from planner.stages.model import Event, StageModel, Walk, stage_model, walk, with_end
+from planner.stages.spans import add_spans, relax
 from tests.oracles import least_time
 from tests.strategies import budget_range, random_graph
 
@@ -185,7 +185,7 @@ def broken_rows(model: StageModel, values: list[float]) -> list[int]:
 
 def test_schedules_satisfy_all_rows_also_with_stages_taken_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """And cost no more than they take: a re-run counts once a stage."""
-    monkeypatch.setattr(planner.stage_model, "_passing", lambda _: {})
+    monkeypatch.setattr(planner.stages.model, "_passing", lambda _: {})
     dearer = twice = nested = 0
     for seed in range(300):
         draw = Random(seed)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from graphs.errors import BudgetExceeded, CaptureError, InfeasibleBudget, InputError
 from planner import plan
-from planner.replan import ReplanningModule
+from planner.execution.replan import ReplanningModule
 from planner.result import Plan
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "docs" / "examples"

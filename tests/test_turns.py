@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from graphs.synthetic import random_training
-from planner import keep_all, simulate, turns
-from planner.milp import Milp
-from planner.walk_search import WalkSearch
+from planner import keep_all, simulate
+from planner.process import turns
+from planner.solvers.milp import Milp
+from planner.walks.walk_search import WalkSearch
 
 
 def test_others_wait_until_it_is_done_also_where_it_fails() -> None:

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 from ortools.sat.python import cp_model
 
-from planner import cp_sat, milp, waiting
-from planner.loading import undisturbed
-from planner.waiting import Done, begin
+from planner.process import waiting
+from planner.process.loading import undisturbed
+from planner.process.waiting import Done, begin
+from planner.solvers import cp_sat, milp
 
 FILES = threading.__file__, waiting.__file__
 

@@ -1,4 +1,7 @@
-"""The planning methods: one file each, one function each, ``solve(graph, budget_bytes, ...) -> Plan``."""
+"""The planning methods: one file each, one function each, ``solve(graph, budget_bytes, ...) -> Plan``.
+
+Beside them the formulations of two: ``checkmate_model``, for Checkmate whole and relaxed, and Moccasin's ``retention``.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from typing import Protocol, cast
 
 from graphs.errors import InputError
 from graphs.ir import Graph
-from planner.loading import undisturbed
+from planner.process.loading import undisturbed
 from planner.result import Plan
 
 METHODS = {

@@ -1,7 +1,7 @@
 """FastSA: simulated annealing on sequences, which may also reorder ops; no proof, but seconds on any graph.
 
 Source: Imanishi, Xu, Takagi, Wang, Castillo, "A fast heuristic to optimize time-space tradeoff for large models" (NeurIPS 2023).
-The moves are in ``planner.annealing``. Left out: fusing cheap chains of ops before (the paper's node groups).
+The moves are in ``planner.walks.annealing``. Left out: fusing cheap chains of ops before (the paper's node groups).
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from collections.abc import Callable
 
 from graphs.errors import check_positive
 from graphs.ir import Graph
-from planner.annealing import Annealer, anneal
 from planner.incumbent import Incumbent
 from planner.result import Plan
 from planner.schedule import Schedule, computes, keep_all
+from planner.walks.annealing import Annealer, anneal
 
 METHOD = "annealing"
 

@@ -1,6 +1,6 @@
 """Checkmate's MILP (Jain et al., MLSys 2020): the optimum of its space by a general solver, as a baseline.
 
-The model is ``planner.checkmate_model``; any solver of ``planner.mip_solvers`` takes it.
+The model is ``planner.methods.checkmate_model``; any solver of ``planner.solvers.mip_solvers`` takes it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from collections.abc import Callable
 
 from graphs.errors import InputError
 from graphs.ir import Graph
-from planner.checkmate_model import (
+from planner.incumbent import Incumbent
+from planner.methods.checkmate_model import (
     FORMS,
     CheckmateModel,
     Form,
@@ -20,11 +21,10 @@ from planner.checkmate_model import (
     start_values,
     walk,
 )
-from planner.incumbent import Incumbent
-from planner.milp import Outcome
-from planner.mip_solvers import check_solver, minimise
 from planner.result import Plan
 from planner.schedule import Schedule, keep_all, with_frees
+from planner.solvers.milp import Outcome
+from planner.solvers.mip_solvers import check_solver, minimise
 
 METHOD = "checkmate"
 TRIES = 4  # solves of a budget, where solutions exceed it by less than the solver can tell

@@ -15,12 +15,12 @@ from typing import Literal
 
 from graphs.errors import InputError
 from graphs.ir import Graph
-from planner.checkmate_model import CheckmateModel, Held, Stopped, checkmate_model, out_of_time, walk
 from planner.incumbent import Incumbent
-from planner.milp import Outcome
-from planner.mip_solvers import check_solver, minimise
+from planner.methods.checkmate_model import CheckmateModel, Held, Stopped, checkmate_model, out_of_time, walk
 from planner.result import Plan
 from planner.schedule import Schedule, keep_all, with_frees
+from planner.solvers.milp import Outcome
+from planner.solvers.mip_solvers import check_solver, minimise
 
 METHOD = "checkmate_lp"
 ROUNDINGS = ("both", "deterministic", "randomized")

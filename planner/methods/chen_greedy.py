@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 from graphs.errors import InputError
 from graphs.ir import Graph
-from planner.chains import forward_count
-from planner.checkpoints import Trials, candidates_of, every_root, kinds, runs
+from planner.chains.chain import forward_count
+from planner.chains.checkpoints import Trials, candidates_of, every_root, kinds, runs
 from planner.incumbent import Incumbent
 from planner.result import Plan
 from planner.schedule import Schedule, with_frees

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from graphs.ir import Graph
-from planner.checkpoints import Trials, every_root, kinds
+from planner.chains.checkpoints import Trials, every_root, kinds
 from planner.incumbent import Incumbent
 from planner.result import Plan
 from planner.schedule import Schedule

@@ -1,13 +1,13 @@
 """Cutting stages: Checkmate's optimum from the few stages that bind, with a certificate. This project's own method.
 
-Memory is tight around a few moments. A MILP with stages at those events only (``planner.stage_model``) bounds from below
+Memory is tight around a few moments. A MILP with stages at those events only (``planner.stages.model``) bounds from below
 every schedule that keeps the graph's order of first executions, and its solution, walked, often is a schedule that attains
-the bound. Where the walk overflows the budget, the overflow says which event was missing (``planner.stage_events``): a first
+the bound. Where the walk overflows the budget, the overflow says which event was missing (``planner.stages.events``): a first
 execution, or a re-run that splits a stage. Each round adds some. Where the relaxation's solution is nearly whole, it will do.
-Meanwhile list walks along that walk, and a search among them (``planner.walk_search``), find schedules that do fit, and so do
-a chain of blocks (``planner.block_chain``) and the same method on a coarser graph (``planner.coarsening``). Where any order will
-do, or nothing fits in the graph's, others are searched (``planner.order_search``); where the best schedule has another order than
-the graph, all of this is done for that.
+Meanwhile list walks along that walk, and a search among them (``planner.walks.walk_search``), find schedules that do fit, and
+so do a chain of blocks (``planner.stages.block_chain``) and the same method on a coarser graph (``planner.stages.coarsening``).
+Where any order will do, or nothing fits in the graph's, others are searched (``planner.stages.order_search``); where the best
+schedule has another order than the graph, all of this is done for that.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from graphs.ir import Graph
-from planner.exhaustive import cheapest
-from planner.first_schedules import follow_guides, pebble, prove_least, try_blocks
-from planner.milp import Answer, Outcome
-from planner.order_search import anneal_on, search_orders
 from planner.result import Plan
 from planner.schedule import Schedule, computes, first_runs, in_graph_order, keep_all, put_in_graph_order, renumbered, with_frees
-from planner.spans import SpanRow, add_spans
-from planner.stage_events import LARGE, missing, tightest
-from planner.stage_model import TINY, Event, StageModel, Walk, stage_model, walk, with_end
-from planner.stage_search import StageSearch
-from planner.stage_solving import MOST_WORK, STALLED, Asked, idle_events, solve_relaxed, solve_whole, work_beside
+from planner.solvers.milp import Answer, Outcome
+from planner.stages.events import LARGE, missing, tightest
+from planner.stages.exhaustive import cheapest
+from planner.stages.first_schedules import follow_guides, pebble, prove_least, try_blocks
+from planner.stages.model import TINY, Event, StageModel, Walk, stage_model, walk, with_end
+from planner.stages.order_search import anneal_on, search_orders
+from planner.stages.search import StageSearch
+from planner.stages.solving import MOST_WORK, STALLED, Asked, idle_events, solve_relaxed, solve_whole, work_beside
+from planner.stages.spans import SpanRow, add_spans
 
 METHOD = "cutting_stages"
 # First executions added a round at most, fewer by one for each re-run; after a relaxation that raised the bound by this share of

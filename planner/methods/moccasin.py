@@ -1,8 +1,8 @@
 """Moccasin: retention intervals by constraint programming, in two phases.
 
 Source: Bartan, Li, Teague, Lott, Dilkina, "Moccasin: Efficient Tensor Rematerialization for Neural Networks" (ICML 2023); the
-model is ``planner.retention``. Phase 1 looks for any schedule within the budget, starting from keeping everything; phase 2 starts
-from what that found and minimises time.
+model is ``planner.methods.retention``. Phase 1 looks for any schedule within the budget, starting from keeping everything; phase
+2 starts from what that found and minimises time.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import Any
 
 from graphs.errors import InputError, check_positive
 from graphs.ir import Graph
-from planner import cp_sat
-from planner.cp_sat import Outcome
 from planner.incumbent import Incumbent
+from planner.methods.retention import Coverage, Lengths, Numbering, RetentionModel, sequence, staged
 from planner.result import Plan
-from planner.retention import Coverage, Lengths, Numbering, RetentionModel, sequence, staged
 from planner.schedule import Schedule, computes, keep_all, with_frees
 from planner.simulate import simulate
-from planner.stage_model import with_end
+from planner.solvers import cp_sat
+from planner.solvers.cp_sat import Outcome
+from planner.stages.model import with_end
 
 METHOD = "moccasin"
 MOST_WORKERS = 10_000  # CP-SAT's own limit

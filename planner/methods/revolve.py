@@ -5,8 +5,8 @@ C(s+r, s) steps can be reversed; l steps with C(s+r-1, s) < l <= C(s+r, s) take 
 schedule runs j steps forward, keeps what they made, reverses the tail with one slot less, then the head; j makes the sum of both
 least.
 
-The graph has to be a chain of ops (``planner.chains.chain_of_ops``). Where its layers are equal the result is optimal among all
-schedules. Where they are not, the schedule for equal ones is used as it is, as Checkmate's authors did for their baseline.
+The graph has to be a chain of ops (``planner.chains.chain.chain_of_ops``). Where its layers are equal the result is optimal among
+all schedules. Where they are not, the schedule for equal ones is used as it is, as Checkmate's authors did for their baseline.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 from graphs.errors import InputError
 from graphs.ir import Graph
-from planner.chains import Chain, chain_of_ops
+from planner.chains.chain import Chain, chain_of_ops
 from planner.incumbent import Incumbent
 from planner.result import Plan
 from planner.schedule import Schedule, keep_all, with_frees

@@ -13,11 +13,11 @@ from collections.abc import Callable
 
 from graphs.errors import check_positive
 from graphs.ir import Graph
-from planner.block_chain import block_schedule
-from planner.chain_dp import SLOTS
+from planner.chains.chain_dp import SLOTS
 from planner.incumbent import Incumbent
 from planner.result import Plan
 from planner.schedule import Schedule
+from planner.stages.block_chain import block_schedule
 
 
 def solve(

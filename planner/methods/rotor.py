@@ -1,9 +1,9 @@
 """Rotor: chains of unequal layers, by exact dynamic programming over memory (Beaumont et al., TOMS 2024).
 
-The graph has to be a chain of ops (``planner.chains.chain_of_ops``). Each stage is recorded for its backward pass or run again
-later; among all schedules in which what is kept stays until its own backward pass (persistent schedules), and with sizes rounded
-up to the memory unit, the one found takes the least time. That is no bound for other schedules: on chains of unequal layers
-dropping something early and making it again can be cheaper.
+The graph has to be a chain of ops (``planner.chains.chain.chain_of_ops``). Each stage is recorded for its backward pass or run
+again later; among all schedules in which what is kept stays until its own backward pass (persistent schedules), and with sizes
+rounded up to the memory unit, the one found takes the least time. That is no bound for other schedules: on chains of unequal
+layers dropping something early and making it again can be cheaper.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Callable
 
 from graphs.errors import check_positive
 from graphs.ir import Graph
-from planner.chain_dp import SLOTS, ChainProgram, Way, solve_chain
-from planner.chains import chain_of_ops
+from planner.chains.chain import chain_of_ops
+from planner.chains.chain_dp import SLOTS, ChainProgram, Way, solve_chain
 from planner.incumbent import Incumbent
 from planner.result import Plan
 from planner.schedule import Schedule

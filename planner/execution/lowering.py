@@ -1,0 +1,173 @@
+"""From the steps of a Schedule to the nodes of a straight-line FX graph. [torch]"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from graphs.capture import Step
+from graphs.layouts import extent
+from graphs.rewrite import outputs_of
+from graphs.torch_private import BoxedCodeGen, storage_key
+from planner.execution.calls import quickest
+from planner.execution.draws import draws_from, generator_node, generator_state, repeat_draw
+from planner.schedule import Compute, Schedule, computes
+
+
+class Code:
+    """A straight-line FX graph under construction, for a schedule or a part of it (``schedule`` is all of it, which tells
+    which random ops run again).
+
+    graph   the code so far
+    maker   for each Value an op makes and somebody reads: the node of the captured graph that holds it first
+    states  for random ops that run again: the node that holds the state of the generator before the first draw
+
+    Freeing is left to FX's code generation, which drops each name right after its last use, or at once where there is none.
+    Names of a value, those of its views included, are used only while the schedule has the value in memory; so nothing
+    outlives its Free. A view is made once for each time its value is made, and not at all where it is what it views.
+    """
+
+    def __init__(self, step: Step, schedule: Schedule) -> None:
+        self.step = step
+        self.graph = fx.Graph()
+        self.maker = {v: node for op in range(len(step.calls)) for v, node in step.made_by(op).items()}
+        self.states: dict[int, fx.Node] = {}
+        runs = Counter(computes(schedule))
+        self._repeated = frozenset(op for op, count in runs.items() if count > 1 and step.graph.ops[op].random)
+        self._made = frozenset(step.calls).union(self.maker.values())
+        self._holders: dict[fx.Node, fx.Node] = {}  # of the captured graph -> of this one, as long as its value is there
+        self._placed: dict[tuple[Any, ...], fx.Node] = {}  # the same, by placement in memory: equal views are made once
+        self._present: defaultdict[int, list[fx.Node]] = defaultdict(list)  # by Value: its keys in _holders
+
+    def receive(self, node: fx.Node) -> None:
+        """Take what ``node`` of the captured graph holds as an argument."""
+        copy = self.graph.placeholder(node.name)
+        copy.meta = dict(node.meta)
+        self._hold(node, copy)
+
+    def receive_state(self, op: int) -> fx.Node:
+        """Take the state of the generator before the first draw of ``op`` as an argument."""
+        self.states[op] = self.graph.placeholder(f"{self.step.calls[op].name}_state")
+        return self.states[op]
+
+    def run(self, schedule: Schedule) -> None:
+        """Write the code of these steps."""
+        for s in schedule:
+            if isinstance(s, Compute):
+                self._compute(s.op)
+            else:
+                for node in self._present.pop(s.value, ()):
+                    del self._holders[node]
+                    self._placed.pop(placement(node), None)
+
+    def value(self, v: int) -> fx.Node:
+        """The node that holds Value ``v``."""
+        return self._holders[self.maker[v]]
+
+    def result(self, i: int) -> fx.Node:
+        """The node that holds entry ``i`` of the captured results."""
+        return self.holder(outputs_of(self.step.module.graph)[i])
+
+    def holder(self, node: fx.Node) -> fx.Node:
+        """The node of this code that holds what ``node`` holds; a view is made here where it is not there yet."""
+        if node not in self._holders:
+            assert node not in self._made, f"{node} is read, but not in memory"
+            self._hold(node, self._placed.get(placement(node)) or self._copy(node))
+        return self._holders[node]
+
+    def copied(self, node: fx.Node) -> fx.Node:
+        """A copy of what ``node`` holds, in memory of its own and laid out alike."""
+        holder = self.holder(node)
+        value: Tensor = holder.meta["val"]
+        if torch.empty_like(value).stride() == value.stride():
+            copy = self.graph.call_function(torch.ops.aten.clone.default, (holder,))
+        else:  # with the gaps between its elements, or those that lie on one another once
+            length = extent(value.shape, value.stride())
+            span = self.graph.call_function(torch.ops.aten.as_strided.default, (holder, (length,), (1,)))
+            held = self.graph.call_function(torch.ops.aten.clone.default, (span,))
+            layout = list(value.shape), list(value.stride()), 0
+            copy = self.graph.call_function(torch.ops.aten.as_strided.default, (held, *layout))
+        copy.meta["val"] = value
+        return copy
+
+    def drop_unread(self, sources: Sequence[fx.Node], outputs: Iterable[fx.Node]) -> tuple[int, ...]:
+        """Remove the arguments for ``sources`` that nobody reads; the indices of the others."""
+        kept = set(outputs)
+        reads = []
+        for i, node in enumerate(sources):
+            copy = self._holders[node]
+            if copy.users or copy in kept:
+                reads.append(i)
+            else:
+                self.graph.erase_node(copy)
+        return tuple(reads)
+
+    def finish(self, outputs: list[Any], name: str) -> fx.GraphModule:
+        """The code, returning the list ``outputs``."""
+        self.graph.output(outputs)
+        for node in reversed(self.graph.nodes):
+            if node.target is operator.getitem and not node.users:  # made again with others, not read this time
+                self.graph.erase_node(node)
+        self.graph.set_codegen(BoxedCodeGen())
+        self.graph.lint()
+        return fx.GraphModule(self.step.module, self.graph, name)
+
+    def _compute(self, op: int) -> None:
+        call = self.step.calls[op]
+        copy = self._call(op, call)
+        # What is still there stays; its second copy gets no name, so it dies with the call.
+        made = {v: node for v, node in self.step.made_by(op).items() if v not in self._present}
+        for node in made.values():
+            self._hold(node, copy if node is call else self.graph.node_copy(node, lambda _: copy))
+
+    def _call(self, op: int, call: fx.Node) -> fx.Node:
+        if op not in self._repeated:
+            return self._copy(call)
+        given_generator = generator_node(call)
+        where: Any = draws_from(call) if given_generator is None else self.holder(given_generator)
+        if op not in self.states:
+            self.states[op] = self.graph.create_node("call_function", generator_state, (where,), name=f"{call.name}_state")
+            return self._copy(call)
+        args, kwargs = fx.map_arg((call.args, call.kwargs), self.holder)
+        given: Any = self.states[op], where, call.target, *args
+        copy = self.graph.create_node("call_function", repeat_draw, given, kwargs, name=call.name)
+        copy.meta = dict(call.meta)
+        return copy
+
+    def _hold(self, node: fx.Node, copy: fx.Node) -> None:
+        self._holders[node] = copy
+        if node in self.step.value_of:
+            self._placed.setdefault(placement(node), copy)
+            value = self.step.value_of[node]
+            if value not in self.step.graph.resident:
+                self._present[value].append(node)
+
+    def _copy(self, node: fx.Node) -> fx.Node:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), self.holder)
+        op, target = quickest(node)
+        copy = self.graph.create_node(op, target, args, kwargs, node.name)
+        copy.meta = dict(node.meta)
+        return copy
+
+
+def placement(node: fx.Node) -> tuple[Any, ...]:
+    """Where in memory the tensor of a captured node lies; the node itself for what is no tensor."""
+    value = node.meta.get("val")
+    if not isinstance(value, Tensor):
+        return (node,)
+    signs = value.is_conj(), value.is_neg()
+    return storage_key(value), value.shape, value.stride(), value.storage_offset(), value.dtype, signs
+
+
+def placeholders(step: Step) -> list[fx.Node]:
+    return list(step.module.graph.find_nodes(op="placeholder"))
+
+
+def result_value(step: Step, i: int) -> int:
+    """The Value of entry ``i`` of the captured results."""
+    return step.value_of[outputs_of(step.module.graph)[i]]

@@ -1,0 +1,180 @@
+"""Sets of values and what is made last of them, compiled by numba when first asked; the machine code is cached on disk.
+
+A set is an array of flags, one for each value.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from graphs.ir import Graph
+from planner.process.compiled import njit
+from planner.process.flat import Flags, Ints, reads_and_makes
+
+
+class Sets(NamedTuple):
+    """The graph, flat, and scratch.
+
+    in_rows, inputs    op v reads inputs[in_rows[v] : in_rows[v + 1]], resident values left out
+    out_rows, outputs  the same for what it makes
+    producer, size     of each value; its size is 0 where it is resident
+    workspace          of each op
+    once               ops that may not run again
+    dropped            values that ``shrink`` has dropped, in the order in which it did
+    ops, needs, adds   what ``last_makers`` found; ``ops`` and ``counted`` also what ``again_bytes`` did
+    asked, todo        scratch of ``again_bytes``: which ops run; those whose inputs are not looked at yet
+    until, there       … and of each value, the last of them that reads it; whether it is there
+    """
+
+    in_rows: Ints
+    inputs: Ints
+    out_rows: Ints
+    outputs: Ints
+    producer: Ints
+    size: Ints
+    workspace: Ints
+    once: Flags
+    dropped: Ints
+    ops: Ints
+    needs: Ints
+    adds: Ints
+    counted: Ints
+    asked: Flags
+    todo: Ints
+    until: Ints
+    there: Flags
+
+
+def sets_of(graph: Graph) -> Sets:
+    """A graph's."""
+    ops, values = len(graph.ops), len(graph.values)
+    return Sets(
+        *reads_and_makes(graph),
+        np.array([op.workspace_bytes for op in graph.ops], np.int64),
+        np.array([op.effect for op in graph.ops], np.bool_),
+        np.empty(values, np.int64),
+        np.empty(ops, np.int64),
+        np.empty(ops, np.int64),
+        np.empty(ops, np.int64),
+        np.zeros(1, np.int64),
+        np.zeros(ops, np.bool_),
+        np.empty(ops, np.int64),
+        np.zeros(values, np.int64),
+        np.zeros(values, np.bool_),
+    )
+
+
+@njit
+def again_bytes(s: Sets, present: Flags, values: Ints, room_bytes: int) -> int:
+    """Peak, beside what is present, of making values that are not by their missing ancestors in op order; -1 if that is too much.
+
+    The ops are left in ``s.ops``, in no order, their number in ``s.counted``.
+    """
+    count, runs = 0, 0
+    for x in values:
+        v = s.producer[x]
+        if not s.asked[v]:
+            s.asked[v] = True
+            s.todo[count] = v
+            count += 1
+    first, last, possible = s.workspace.size, -1, True
+    while count:
+        count -= 1
+        v = s.todo[count]
+        s.ops[runs] = v
+        runs += 1
+        first, last, possible = min(first, v), max(last, v), possible and not s.once[v]
+        for a in range(s.in_rows[v], s.in_rows[v + 1]):
+            y = s.inputs[a]
+            p = s.producer[y]
+            if not present[y] and not s.asked[p]:
+                s.asked[p] = True
+                s.todo[count] = p
+                count += 1
+    s.counted[0] = runs
+    for v in range(first, last + 1):
+        if s.asked[v]:
+            for a in range(s.out_rows[v], s.out_rows[v + 1]):
+                s.until[s.outputs[a]] = -1
+            for a in range(s.in_rows[v], s.in_rows[v + 1]):
+                s.until[s.inputs[a]] = v
+    for x in values:
+        s.until[x] = last + 1
+    held_bytes = peak_bytes = 0
+    for v in range(first, last + 1):
+        if not s.asked[v]:
+            continue
+        s.asked[v] = False
+        here_bytes = held_bytes + s.workspace[v]
+        for a in range(s.out_rows[v], s.out_rows[v + 1]):
+            y = s.outputs[a]
+            if not present[y]:
+                here_bytes += s.size[y]
+                if s.until[y] > v:
+                    s.there[y] = True
+                    held_bytes += s.size[y]
+        peak_bytes = max(peak_bytes, here_bytes)
+        for a in range(s.in_rows[v], s.in_rows[v + 1]):
+            y = s.inputs[a]
+            if s.there[y] and s.until[y] == v:
+                s.there[y] = False
+                held_bytes -= s.size[y]
+    for x in values:
+        s.there[x] = False
+    return peak_bytes if possible and peak_bytes <= room_bytes else -1
+
+
+@njit
+def shrink(s: Sets, present: Flags, held_bytes: int, most_bytes: int, stays: Flags) -> tuple[int, int]:
+    """Drop what can be made again from the rest within ``most_bytes``, until nothing can; bytes held then, and how many dropped.
+
+    stays  what is not dropped
+    """
+    count, found = 0, True
+    one = np.empty(1, np.int64)
+    while found:
+        found = False
+        for a in range(s.outputs.size - 1, -1, -1):
+            x = s.outputs[a]
+            if not present[x] or stays[x]:
+                continue
+            present[x] = False
+            one[0] = x
+            if again_bytes(s, present, one, most_bytes - held_bytes + s.size[x]) < 0:
+                present[x] = True
+                continue
+            held_bytes -= s.size[x]
+            s.dropped[count] = x
+            count += 1
+            found = True
+    return held_bytes, count
+
+
+@njit
+def last_makers(s: Sets, present: Flags, held_bytes: int) -> int:
+    """The ops that may have made a member last; their number.
+
+    Of each, ``needs`` is what is in memory while it runs, ``adds`` how much more that is before it than after.
+    """
+    count = 0
+    for v in range(s.workspace.size):
+        made, more, read = 0, s.workspace[v], 0
+        some = False
+        for a in range(s.out_rows[v], s.out_rows[v + 1]):
+            x = s.outputs[a]
+            some = some or present[x]
+            if present[x]:
+                made += s.size[x]
+            else:
+                more += s.size[x]
+        if not some:
+            continue
+        for a in range(s.in_rows[v], s.in_rows[v + 1]):
+            x = s.inputs[a]
+            if not present[x]:
+                read += s.size[x]
+        s.ops[count], s.needs[count], s.adds[count] = v, held_bytes + more + read, read - made
+        count += 1
+    return count

@@ -1,0 +1,14 @@
+"""The parts of cutting stages, the exact method (``planner.methods.cutting_stages``).
+
+model            the MILP of a few events, and the way from its solution to a sequence of ops
+spans            rows for several stages in a row, without which its relaxation is weak
+events           which events a solution overlooks
+solving          a round: the model relaxed or whole, while schedules are searched for beside the solver
+search           what is known so far: incumbent, bound, list walks
+first_schedules  where the first schedules come from
+blocks           ways to run a block of a chain, solved by the model for a few budgets, once for blocks that are alike
+block_chain      the schedule of a whole graph from such blocks
+coarsening       a coarser graph, whose schedules are easier to find
+order_search     other orders of first executions
+exhaustive       A* over what is in memory, for small graphs
+"""

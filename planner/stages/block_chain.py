@@ -1,0 +1,61 @@
+"""A schedule from blocks: the forward pass cut into a chain, its blocks solved one by one, combined by a dynamic program.
+
+The forward pass is cut at its separators, and blocks that are large all the same (a recurrent network is one) where few bytes
+cross. For each distinct block the least time is found on a grid of two budgets: the peak
+inside the block, and the bytes held between its forward and its backward pass. Blocks that are alike are solved once. Rotor's
+dynamic program then chooses for every block in which of these ways to run it, and when to run it again as a whole (Zhao et
+al., ICML 2023).
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from graphs.ir import Graph
+from planner.chains.chain import Chain, chain_of_blocks, held_throughout, small_crossing
+from planner.chains.chain_dp import SLOTS, ChainProgram, solve_chain
+from planner.schedule import Schedule
+from planner.stages.blocks import BlockSolver, blocks
+
+MOST_OPS = 40  # of the forward pass in a block, where it can be cut into smaller ones
+
+
+def block_schedule(
+    graph: Graph, budget_bytes: int, *, time_limit_s: float, seed: int, peaks: int = 4, saves: int = 6, slots: int = SLOTS
+) -> tuple[Schedule | None, dict[str, Any]]:
+    """The cheapest schedule that blocks and dynamic program give (None: none fits), and notes on how it came about.
+
+    time_limit_s  for the blocks' MILPs; the dynamic program comes on top, and may take as long again, and a second. Where the
+                  clock ended something, ``cut_short`` (for MILPs) or ``stopped`` is among the notes
+    peaks, saves  budgets for each block: of its peak, and of what it holds between forward and backward pass
+    slots         memory units of the dynamic program at most
+    """
+    deadline = time.perf_counter() + time_limit_s
+    chain = _chain(graph)
+    problems = blocks(chain)
+    fixed = graph.resident_bytes + sum(graph.values[v].size_bytes for v in held_throughout(chain))
+    solver = BlockSolver(max(0, budget_bytes - fixed), peaks, saves, deadline, seed)
+    # Each distinct block gets its share of the time by its size, so that one hard block leaves the others theirs.
+    total = sum({block.fingerprint: len(block.graph.ops) for block in problems}.values())
+    ways = [solver.ways(block, time_limit_s * len(block.graph.ops) / total) for block in problems]
+    schedule, notes = solve_chain(ChainProgram(chain, ways), budget_bytes, slots, time_limit_s=time_limit_s + 1)
+    notes.update(distinct=solver.distinct, solved=solver.solved, exact=solver.exact, ways=sum(map(len, ways)))
+    if solver.cut_short:
+        notes["cut_short"] = True
+    return schedule, notes
+
+
+def is_chain(graph: Graph) -> bool:
+    """Whether it has a backward pass, and blocks worth speaking of: none is more than half of the forward pass."""
+    if not any(op.backward for op in graph.ops):
+        return False
+    sizes = [len(stage.forward) for stage in _chain(graph).stages]
+    return 0 < 2 * max(sizes) <= sum(sizes)
+
+
+def _chain(graph: Graph) -> Chain:
+    """The chain of blocks; small values cross cuts where that gives more of them."""
+    plain = chain_of_blocks(graph, most_ops=MOST_OPS)
+    more = chain_of_blocks(graph, carried=small_crossing(graph), most_ops=MOST_OPS)
+    return more if len(more.stages) > len(plain.stages) else plain

@@ -1,0 +1,132 @@
+"""Schedules to begin with: walks along small stage models, a chain of blocks, and what pebbling finds where little fits."""
+
+from __future__ import annotations
+
+import itertools
+import time
+
+from graphs.ir import Graph
+from planner.least.pebbling import fitting, least_peak
+from planner.least.smallest import fitting_next_to
+from planner.schedule import Schedule, computes, put_in_graph_order, with_frees
+from planner.stages.block_chain import block_schedule, is_chain
+from planner.stages.model import Event, stage_model, walk
+from planner.stages.order_search import anneal_on
+from planner.stages.search import StageSearch
+from planner.walks.annealing import LAST
+
+SHRINK = (0.97, 0.94, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5)  # budgets of the one-event MILPs that list walks follow
+IDLE_GUIDES = 2  # so many of them in a row that help no further are the last ones
+BLOCKS_SHARE, FINE_GRID, BLOCKS_WORK = 0.15, {"peaks": 12, "saves": 8}, 4_000_000  # of the time left, for a chain of blocks
+# Sets of values to visit, and share of the time left, at most, where nothing fits so far; moves, and ops of walks, for making
+# that cheaper at a time, and what is much.
+PEBBLE_STATES, PEBBLE_SHARE, PEBBLE_MOVES, PEBBLE_WORK, MUCH = 4_000, 0.15, 1_000_000, 500_000, 0.03
+# Where still nothing does, and this share of the budget is proved to be needed: such sets, and the share of the time; bytes that
+# all of them may take, and that one takes besides its bits.
+CLOSE, MORE_STATES, MORE_SHARE, STATES_BYTES, STATE_BYTES = 0.9, 1_000_000, 0.3, 1 << 30, 1_000
+
+
+def try_blocks(search: StageSearch, *, scarce: bool = False) -> None:
+    """Try a chain of blocks, once; where next to nothing fits, with more ways to run a block, and in any order."""
+    if search.chained or search.done() or not is_chain(search.graph):
+        return
+    search.chained = True
+    grid = FINE_GRID if scarce else {}
+    share_s = BLOCKS_SHARE * search.left_s
+    schedule, told = block_schedule(search.graph, search.budget_bytes, time_limit_s=share_s, seed=search.seed, **grid)
+    search.tell_cut_short("cut_short" in told or told.get("stopped") == "time limit")
+    if schedule is not None:
+        if scarce or search.any_order:
+            search.offer(schedule, "blocks")
+        # Blocks make some gradients of weights early and put others off; in graph order some do not fit.
+        ordered = put_in_graph_order(search.graph, computes(schedule))
+        found = search.offer(with_frees(search.graph, ordered), "blocks")
+        search.follow(ordered, BLOCKS_WORK if search.time_ns is None or found.time_ns <= search.time_ns else 0)
+
+
+def prove_least(search: StageSearch, *, longer: bool = False) -> Schedule | None:
+    """Walk backwards from the end, for how little any schedule needs: a schedule with that peak, where the walk gets so far.
+
+    Where any needs more than the budget, ``notes["infeasible"]`` says so.
+    """
+    until = time.perf_counter() + (MORE_SHARE if longer else PEBBLE_SHARE) * search.left_s
+    states = PEBBLE_STATES
+    if longer:
+        states = min(MORE_STATES, STATES_BYTES // (STATE_BYTES + len(search.graph.values) // 8))
+    search.least_bytes, schedule = least_peak(search.graph, states=states, time_limit_s=until - time.perf_counter())
+    search.tell_cut_short(time.perf_counter() >= until)
+    if search.least_bytes > search.budget_bytes:
+        search.notes["infeasible"] = "no schedule in any order fits, however the ops are arranged"
+        search.notes["least_bytes"] = search.least_bytes
+    return schedule
+
+
+def pebble(search: StageSearch, least: Schedule | None) -> None:
+    """Walk backwards for schedules that fit, which are dear, and make them cheaper; ``least`` is offered where there are none.
+
+    Where there is none at all, the ways to the smallest budget are tried; and where the budget is close to what is proved to be
+    needed, a longer walk is made for the proof that there cannot be any, or for the least one.
+    """
+    until = time.perf_counter() + PEBBLE_SHARE * search.left_s
+    for found in fitting(search.graph, search.budget_bytes, time_limit_s=until - time.perf_counter()):
+        search.offer(found, "pebbling")
+    search.tell_cut_short(time.perf_counter() >= until)
+    if search.time_ns is None and least is None and not search.nested and not search.done():
+        _from_smallest(search)
+    is_close = search.least_bytes >= CLOSE * search.budget_bytes
+    if search.time_ns is None and least is None and is_close and not search.nested:
+        least = prove_least(search, longer=True)
+        if "infeasible" in search.notes:
+            return
+    if search.time_ns is None and least is not None:
+        search.offer(least, "pebbling")
+    _shorten(search)
+    try_blocks(search, scarce=True)
+
+
+def _from_smallest(search: StageSearch) -> None:
+    """Offer what ``min_budget`` would come across, so that what it says works does."""
+    share_s = PEBBLE_SHARE * search.left_s
+    until = time.perf_counter() + share_s
+    found = fitting_next_to(search.graph, search.budget_bytes, time_limit_s=share_s, proved_bytes=search.least_bytes or None)
+    search.tell_cut_short(time.perf_counter() >= until)
+    if found is not None:
+        search.offer(found, "smaller and smaller budgets")
+
+
+def _shorten(search: StageSearch) -> None:
+    """Anneal the best schedule, which is a dear one, and walk along what comes of that, by turns, while it gets much cheaper."""
+    until = time.perf_counter() + PEBBLE_SHARE * search.left_s
+    for turn in itertools.count(1):
+        if search.best is None or search.time_ns is None or search.done():
+            return
+        before_ns, left_s = search.time_ns, until - time.perf_counter()
+        if left_s <= 0:
+            search.tell_cut_short(True)
+            return
+        ended = anneal_on(search, list(computes(search.best)), search.seed + turn, left_s, PEBBLE_MOVES, (LAST,), keep_order=True)
+        for waits in (True, False):
+            if waits or search.elsewhere:
+                search.follow(put_in_graph_order(search.graph, ended.runs, waits=waits), PEBBLE_WORK, until)
+        if search.time_ns > (1 - MUCH) * before_ns:
+            return
+
+
+def follow_guides(search: StageSearch, closed_graph: Graph, event: Event, until: float) -> None:
+    """Early schedules: list walks along what one-event MILPs at shrunk budgets would do, until some in a row are no better.
+
+    None begins after ``until``.
+    """
+    idle = 0
+    for share in SHRINK:
+        before_ns = search.time_ns
+        model = stage_model(closed_graph, int(share * search.budget_bytes), [event])
+        answer = model.milp.minimise(
+            time_limit_s=search.left_s, gap=0.002 * search.base / model.unit_ns, node_limit=50, seed=search.seed
+        )
+        if answer.values is None or search.done() or time.perf_counter() >= until:
+            return
+        search.follow(walk(model, answer.values).runs)
+        idle = idle + 1 if search.time_ns is not None and search.time_ns == before_ns else 0
+        if idle == IDLE_GUIDES:
+            return

@@ -1,0 +1,7 @@
+"""Searches for cheap schedules, without a proof of anything. Compiled by numba.
+
+list_walk        make a sequence of ops fit a budget, greedily
+walk_search      local search over list walks, for training steps
+annealing        simulated annealing on sequences of ops, whose order is free (``annealing_moves`` has its moves)
+annealed_walks   both by turns, for graphs without a backward pass
+"""
