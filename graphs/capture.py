@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 import torch
@@ -44,6 +44,7 @@ from graphs.torch_private import (
     in_forward_mode,
     is_functorch_wrapped,
     is_operator,
+    refusal_to_capture,
     storage_bytes,
     storage_key,
 )
@@ -109,7 +110,7 @@ class _Want:
             )
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Step:
     """A captured training step: the Graph, the FX graph it came from, and how one maps to the other. It belongs to its model, so
     it can be neither copied nor pickled (InputError).
@@ -143,12 +144,15 @@ class Step:
     value_of: Mapping[fx.Node, int]
     sources: tuple[Source, ...]
     results: tuple[Result, ...]
-    constants: Mapping[str, Tensor] = field(repr=False)
-    form: InputForm = field(repr=False)
-    modes: tuple[bool, ...] = field(repr=False)
-    body: Body = field(repr=False)
-    fingerprint: Fingerprint = field(repr=False)
+    constants: Mapping[str, Tensor]
+    form: InputForm
+    modes: tuple[bool, ...]
+    body: Body
+    fingerprint: Fingerprint
     autocast: torch.dtype | None
+
+    def __repr__(self) -> str:
+        return f"Step({type(self.model).__name__} on {self.device}, {self.graph!r})"
 
     def eager(self, inputs: Inputs) -> Tensor:
         """The loss as plain PyTorch computes it, ready for ``backward()``: what every executor is held against."""
@@ -272,6 +276,8 @@ def capture(
     """
     if not isinstance(model, nn.Module):
         raise CaptureError(f"expected a torch.nn.Module, not a {type(model).__name__}")
+    if (why := refusal_to_capture()) is not None:
+        raise CaptureError(f"{type(model).__name__} cannot be captured here: {why}")
     name = type(model).__name__ if name is None else name
     state = state_of(model, loss, gradient_hooks=gradient_hooks)
     where = device_of(model, state, device)

@@ -9,9 +9,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
 from graphs.errors import InvalidGraph
+
+WRITTEN_OUT = 12  # ops
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +53,7 @@ class Op:
     backward: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Graph:
     """Ops in a valid order over Values; checked when built, immutable after.
 
@@ -85,6 +87,14 @@ class Graph:
         object.__setattr__(self, "producer", producer)
         object.__setattr__(self, "consumers", consumers)
         object.__setattr__(self, "resident_bytes", sum(self.values[v].size_bytes for v in self.resident))
+
+    def __repr__(self) -> str:
+        """What it is, in a line; a small graph, as in a test, is written out whole."""
+        if len(self.ops) <= WRITTEN_OUT:
+            shown = (f"{entry.name}={getattr(self, entry.name)!r}" for entry in fields(self) if entry.repr)
+            return f"Graph({', '.join(shown)})"
+        counts = f"{len(self.ops):,} ops, {len(self.values):,} values, {self.resident_bytes:,} bytes resident"
+        return f"Graph({self.name}, {counts}, keep-all {self.keep_all_time_ns / 1e6:.3f} ms)"
 
     @property
     def keep_all_time_ns(self) -> int:

@@ -291,6 +291,11 @@ def is_active(mode: TorchDispatchMode) -> bool:
     return mode in _get_current_dispatch_mode_stack()
 
 
+def refusal_to_capture() -> str | None:
+    """Why no step can be captured now, where an active dispatch mode has an attribute ``refuses_capture`` that says so."""
+    return next((mode.refuses_capture for mode in _get_current_dispatch_mode_stack() if hasattr(mode, "refuses_capture")), None)
+
+
 def takes_cudnn_batch_norm(
     data: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, var: Tensor | None, eps: float
 ) -> bool:

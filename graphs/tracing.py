@@ -305,7 +305,9 @@ def _refusal(name: str, error: Exception) -> CaptureError:
         elif "aten.equal" in str(error) and "istft" in _place(error):
             remedy = "give istft a window that is made in the forward (torch.hann_window), since it checks what that sums up to"
         else:
-            remedy = "rewrite that part with torch.where or masks of fixed shape"
+            remedy = (
+                "rewrite that part with torch.where or masks of fixed shape, or train without a plan, in a block of online.budget"
+            )
         return CaptureError(
             f"{name} branches on data, or has shapes that depend on it ({_first_line(error)}{_place(error)}); {remedy}"
         )
@@ -322,7 +324,9 @@ def _refusal(name: str, error: Exception) -> CaptureError:
             f"{name} does not do the same in every call (it reads a tensor that an earlier call has made{_place(error)}), as a "
             f"captured step would; where the first call fills a cache, run the model once before"
         )
-    return CaptureError(f"{name} cannot be traced: {told(error)}")
+    targets = isinstance(error, TypeError) and "forward() takes" in str(error)
+    remedy = "; where the last inputs are targets, give the loss that takes them as loss=" if targets else ""
+    return CaptureError(f"{name} cannot be traced: {told(error)}{remedy}")
 
 
 def _reads_an_earlier_call(error: Exception) -> bool:

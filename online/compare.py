@@ -82,9 +82,11 @@ class Split:
 
     def __str__(self) -> str:
         addresses = "in one range of addresses" if self.run.allocator == "bytes" else "counting bytes alone"
+        other = "the same rule" if self.addressed.heuristic == self.run.heuristic else self.addressed.heuristic
         return (
-            f"    next uses known (not online): {_against(self.run, self.told)}; "
-            f"{addresses}: {_against(self.run, self.addressed)}; search {self.search_s * 1e3:.3f} ms"
+            f"    the same rule with next uses known (not online): {_against(self.run, self.told)}\n"
+            f"    {other} {addresses}: {_against(self.run, self.addressed)}\n"
+            f"    choosing what to evict took {self.search_s * 1e3:.3f} ms, which no time above has in it"
         )
 
 
@@ -167,12 +169,17 @@ class Difference:
         lines.append(str(self.split()))
         extra = self.extra_ns
         if extra:
-            lines.append(f"  the online run takes {extra / 1e6:+.3f} ms; most of it on")
+            shown = [row for row in self.ops()[:5] if row.extra_ns > 0]
+            lines.append(
+                f"  the online run takes {abs(extra) / 1e6:.3f} ms {'more' if extra > 0 else 'less'} than the plan"
+                + "; what it spends most on, reruns in the plan -> online:" * bool(shown)
+            )
+            names = max((len(row.name) for row in shown), default=0)
+            kinds = max((len(row.kind) for row in shown), default=0)
             lines += [
-                f"    {row.name:<32} {row.kind:<32} {row.planned_runs - 1:>3} -> {row.online_runs - 1:>3} reruns "
+                f"    {row.name:<{names}}  {row.kind:<{kinds}}  {row.planned_runs - 1:>3} -> {row.online_runs - 1:>3}  "
                 f"{row.extra_ns / 1e6:+.3f} ms"
-                for row in self.ops()[:5]
-                if row.extra_ns > 0
+                for row in shown
             ]
         return "\n".join(lines)
 

@@ -145,6 +145,12 @@ def budget(
     if extras not in ([], ["reclaim"], ["counted"]):
         raise InputError(f"nothing but one of +reclaim and +counted can stand behind a heuristic here, not {'+'.join(extras)!r}")
     evict = rule(heuristic)
+    if not isinstance(holding, Tensor | nn.Module | torch.optim.Optimizer | Mapping | Iterable) or isinstance(
+        holding, str | bytes
+    ):
+        raise InputError(
+            f"holding takes modules, optimizers, tensors and containers of these, not what is of type {type(holding).__name__}"
+        )
     if costs not in (None, "measured", "modelled"):
         raise InputError(f"costs must be 'measured' or 'modelled', not {costs!r}")
     check_thrash_limit(thrash_limit)
@@ -245,6 +251,12 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
         self.torn = False  # Ctrl-C or another signal came in the middle of what is noted here
         self.raised: BaseException | None = None  # the latest error for an operator, without the frames it came through
         engine.driver = self
+
+    def __repr__(self) -> str:
+        rule = "+".join([self.heuristic, *["reclaim"] * self._reclaim, *sorted(self._options)])
+        allowed = "without a budget" if self.budget_bytes is None else f"under {self.budget_bytes:,} bytes"
+        ran = f"{self._engine.ops:,} ops, {self.counters.recomputations:,} recomputations, peak {self.peak_bytes:,} bytes"
+        return f"EagerRun({allowed} with {rule}: {ran})"
 
     # The block
 

@@ -66,6 +66,8 @@ def tensors_in(holding: Any) -> Iterator[Tensor]:
 class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Every operator call of the block, those of the backward pass among them."""
 
+    refuses_capture = "this is inside of a block under a budget (online.budget); plan before the block, or after it"
+
     def __init__(self, run: EagerRun) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._run = run

@@ -21,7 +21,7 @@ from planner.bounds import least_bytes
 from planner.budget import format_bytes, resolve_budget
 from planner.plan import check_options, graph_of, infeasible
 from planner.process.pauses import old_objects_left_alone
-from planner.result import Plan
+from planner.result import Plan, in_a_line
 from planner.schedule import Schedule, from_json, keep_all
 from planner.simulate import simulate
 
@@ -65,7 +65,7 @@ class Failure:
         return f"{row}{len(self.held)} storages cannot be evicted now, the largest: {largest}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Run:
     """One online run.
 
@@ -98,6 +98,10 @@ class Run:
     allocator: str = "bytes"
     addresses: AddressUse | None = None
     options: frozenset[Option] = frozenset()
+
+    def __repr__(self) -> str:
+        """What happened, in a line. The fields have all of it."""
+        return in_a_line("Run", self, f"{self.status} with {self.rule}", self.schedule)
 
     @property
     def completed(self) -> bool:

@@ -18,8 +18,8 @@ _UNITS = {"": 1, "b": 1} | {
 def resolve_budget(budget: int | float | str, keep_all_peak_bytes: int) -> int:
     """Bytes of a budget.
 
-    budget  bytes as an int (numpy's too) or as text with a unit ("6GiB", "500 MB", "1.5e9"), or a float (or its text, "0.5")
-            in (0, 1]: that share of the keep-all peak, rounded down
+    budget  bytes as an int (numpy's too) or as text with a unit ("6GiB", "500 MB", "1.5e9"), or a float (or its text, "0.5"
+            or "50%") in (0, 1]: that share of the keep-all peak, rounded down
 
     Raises InputError on anything else.
     """
@@ -41,12 +41,18 @@ def _parsed(budget: int | float | str) -> int | float:
     if isinstance(budget, bool) or not isinstance(budget, Integral | float | str):
         raise _unusable(budget)
     if isinstance(budget, str):
+        if share := re.fullmatch(r"\s*([0-9]{0,3}\.?[0-9]{1,30})\s*%\s*", budget):
+            if not 0 < Fraction(share[1]) <= 100:
+                raise _unusable(budget)
+            return float(Fraction(share[1]) / 100)
         match = re.fullmatch(r"\s*([0-9]{0,30}\.?[0-9]{1,30}(?:e[+-]?[0-9]{1,2})?)\s*([a-z]*)\s*", budget.lower())
         if match is None or match[2] not in _UNITS:
             raise _unusable(budget)
         number = Fraction(match[1])  # exact, also beyond 2**53
         if not match[2] and number <= 1:
-            return _parsed(float(number))
+            if not number:
+                raise _unusable(budget)
+            return float(number)
         if not match[2] and number.denominator != 1:  # "1.5" is neither bytes nor a share
             raise _unusable(budget)
         budget = int(number * _UNITS[match[2]])

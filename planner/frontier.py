@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
@@ -127,7 +127,7 @@ class MinBudget:
     """
 
     works_bytes: int
-    schedule: Schedule
+    schedule: Schedule = field(repr=False)
     proved_bytes: int
     interrupted: bool = False
 

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 from graphs.errors import InfeasibleBudget, InputError, NoScheduleFound
 from graphs.ir import Graph
 from planner.bounds import least_bytes
-from planner.budget import format_bytes, resolve_budget
+from planner.budget import format_bytes, is_share, resolve_budget
 from planner.early import in_halves, with_early_kept
 from planner.least.smallest import smaller_and_smaller
+from planner.methods import Solve
 from planner.methods import method as method_named
 from planner.process.pauses import rare_collections
 from planner.result import Plan, Status
@@ -69,6 +70,8 @@ def plan(
     CaptureError where the model cannot be captured, InputError for anything else that cannot be used. Logs a warning (logger
     "belady") where a step's plan is too tight to train with (``Plan.module``); its notes then have ``halves``.
     """
+    is_share(budget)  # what cannot be used is refused before the model is captured, which may take long
+    checked_method(method, {"gap": gap, "time_limit_s": time_limit_s, "seed": seed, "progress": progress} | options)
     target = step_of(model, inputs=inputs, loss=loss, costs=costs, device=device, autocast=autocast)
     graph, copied_bytes = target if isinstance(target, Graph) else target.graph, copied_bytes_of(target)
     budget_bytes = resolve_budget(budget, simulate(graph, keep_all(graph)).peak_bytes)
@@ -124,17 +127,7 @@ def solve(graph: Graph, budget_bytes: int, *, method: str = METHOD, **options: o
         raise InputError(f"solve takes a Graph (that of a captured Step is step.graph), not {_a(graph)}")
     if isinstance(budget_bytes, bool) or not isinstance(budget_bytes, int) or budget_bytes < 0:
         raise InputError(f"solve takes a budget in whole bytes, not {budget_bytes!r}; shares and units are for plan")
-    run = method_named(method)
-    known = inspect.signature(run).parameters
-    for name in options:
-        if name not in known:
-            offered = ", ".join(list(known)[2:])
-            raise InputError(f"method {method} has no option {name!r}; it has: {offered}")
-    check_options(options)
-    for name, given in options.items():
-        kind = _KINDS.get(str(known[name].annotation))
-        if kind is not None and type(given) is not kind:
-            raise InputError(f"{name} must be {_a(kind())}, not {given!r}")
+    run = checked_method(method, options)
     check_numbers(graph)
     if (start := options.get("start")) is not None:
         if not isinstance(start, tuple | list) or not all(_is_step(step) for step in start):
@@ -146,6 +139,22 @@ def solve(graph: Graph, budget_bytes: int, *, method: str = METHOD, **options: o
         simulate(graph, schedule)  # an unusable start is the caller's mistake: say so before solving
     with rare_collections():
         return run(graph, budget_bytes, **options)
+
+
+def checked_method(method: str, options: Mapping[str, object]) -> Solve:
+    """The method of that name. Raises InputError where there is none, or where it cannot use these options."""
+    run = method_named(method)
+    known = inspect.signature(run).parameters
+    for name in options:
+        if name not in known:
+            offered = ", ".join(list(known)[2:])
+            raise InputError(f"method {method} has no option {name!r}; it has: {offered}")
+    check_options(options)
+    for name, given in options.items():
+        kind = _KINDS.get(str(known[name].annotation))
+        if kind is not None and type(given) is not kind:
+            raise InputError(f"{name} must be {_a(kind())}, not {given!r}")
+    return run
 
 
 def _is_step(step: object) -> bool:
@@ -317,6 +326,8 @@ def step_of(
     if not isinstance(model, Graph):
         from graphs.capture import Step, capture
 
+        if isinstance(model, Plan):
+            raise InputError("expected a torch.nn.Module, a captured Step or a Graph, not a Plan; its .step or .graph is one")
         if not isinstance(model, Step):
             return with_costs(capture(model, inputs, loss=loss, device=device, autocast=autocast), costs)
     of_models = {

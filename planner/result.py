@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from graphs.errors import BudgetExceeded, GraphMismatch, InputError, InvalidSchedule
 from graphs.files import read_json, write_whole
 from graphs.ir import Graph
-from planner.schedule import Schedule, from_json, keep_all, to_json
+from planner.schedule import Schedule, computes, from_json, keep_all, to_json
 from planner.simulate import simulate
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class Status(enum.StrEnum):
     UNKNOWN = "UNKNOWN"  # stopped with nothing found and nothing ruled out
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
     """A schedule under a budget, and what was proved.
 
@@ -103,6 +103,11 @@ class Plan:
             graph, budget_bytes, status, schedule, time_ns, peak_bytes, bound_ns, method, seed, wall_s,
             restricted_bound_ns, notes=notes or {},
         )  # fmt: skip
+
+    def __repr__(self) -> str:
+        """What was found and proved, in a line. The fields have all of it."""
+        proved = None if self.gap is None else f"proved within {self.gap:.2%}"
+        return in_a_line("Plan", self, f"{self.status} by {self.method}", self.schedule, *([proved] if proved else []))
 
     @property
     def overhead(self) -> float | None:
@@ -202,6 +207,16 @@ class Plan:
             "schedule": None if self.schedule is None else to_json(self.schedule),
         }
         write_whole(path, json.dumps(content) + "\n")
+
+
+def in_a_line(kind: str, found: Any, how: str, schedule: Schedule | None, *more: str) -> str:
+    """A Plan or a Run for people: graph, budget, how it ended, and what its schedule costs where there is one."""
+    parts = [f"{found.graph.name} in {found.budget_bytes:,} bytes", how]
+    if found.peak_bytes is not None and schedule is not None:
+        parts += [] if found.overhead is None else [f"overhead {found.overhead:.2%}"]
+        again = sum(1 for _ in computes(schedule)) - len(found.graph.ops)
+        parts += [f"peak {found.peak_bytes:,} bytes", f"{again:,} ops recomputed"]
+    return f"{kind}({', '.join([*parts, *more])})"
 
 
 def load_plan(path: str | os.PathLike[str], graph: Graph | Step) -> Plan:

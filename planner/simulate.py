@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from graphs.errors import InvalidSchedule
 from graphs.ir import Graph
@@ -23,7 +23,7 @@ class Trace:
     time_ns: int
     peak_bytes: int
     peak_step: int
-    memory_bytes: tuple[int, ...]
+    memory_bytes: tuple[int, ...] = field(repr=False)
     recomputed: dict[int, int]
 
     @property

@@ -15,15 +15,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 
 from graphs.errors import BeladyError, InputError, NoScheduleFound
 from graphs.files import check_writable
 from graphs.ir import Graph
 from online.heuristics import ADDRESS_HEURISTICS, DEFAULT_RULE, HEURISTICS
-from planner.budget import format_bytes, resolve_budget
+from planner.budget import format_bytes, is_share, resolve_budget
 from planner.methods import METHODS
-from planner.plan import check_numbers, check_options, copied_bytes_of, infeasible, solve_halves, with_costs
+from planner.plan import check_numbers, check_options, checked_method, copied_bytes_of, infeasible, solve_halves, with_costs
 from planner.result import Plan, Status
 from planner.schedule import keep_all
 from planner.simulate import simulate
@@ -31,12 +32,13 @@ from planner.solvers.milp import solving
 
 from .entry import INTERRUPTED
 from .output import OutputLost, computing, progress_bar, standard_output
-from .rows import RowFile, make_folder, read_rows, write_rows
+from .rows import RowFile, make_folder, provenance, read_rows, write_rows
 from .steps import step_name
 
 if TYPE_CHECKING:
     from graphs.capture import Step
     from online.compare import Comparison
+    from online.runtime import Run
     from online.trial import Trial, Trials
 
 SIZES = ("batch", "seq", "depth", "size", "vocab")
@@ -46,18 +48,21 @@ DONE, BAD_INPUT, NOTHING_FOUND, PIPE_CLOSED = 0, 2, 3, 141
 
 EXAMPLES = """\
 examples:
-  belady workloads                                        what comes with the program
-  belady info gpt2                                        ops, bytes, peak, smallest budgets
-  belady plan resnet50 --budget 0.5 --out plan.json       the optimal schedule for half the memory, with its proof
-  belady run resnet50 --budget 0.5 --heuristic dtr        the same graph, decided online
+  belady workloads                                   the models that come with the program
+  belady info gpt2                                   ops, bytes, peak, smallest budgets
+  belady info resnet50 --min-budget 30               how small a budget can be, with a proof
+  belady info graph.json                             a saved graph, an operator log, a Checkmate instance
+  belady plan resnet50 --budget 0.5 --out plan.json  the optimal schedule for half the memory, with its proof
+  belady run resnet50 --budget 0.5 --heuristic dtr   the same graph, decided online
   belady diff resnet50 --budget 0.7 --budget 0.5 --execute --plot overhead.png
-  belady diff train.py:make_step --budget 6GiB            your own: a function returning model, inputs, loss
-  belady sweep gpt2 model.log --budget 0.3:0.9:0.1 --rule dtr --rule lru --jobs 2 --out rows.jsonl --plot curves.pdf
-  belady info resnet50 --min-budget 30                    how small a budget can be, with a proof
-  belady info graph.json                                  a saved graph, an operator log, a Checkmate instance
+  belady diff train.py:make_step --budget 6GiB       your own: a function returning model, inputs, loss
+  belady sweep gpt2 model.log --budget 0.3:0.9:0.1 --rule dtr --jobs 2 --out rows.jsonl
 
-budgets are bytes (6442450944, 6GiB) or a share of the keep-all peak (0.5); they count parameters, inputs, gradients,
-activations and workspace. exit codes: 0 done; 2 bad input or a budget proved too small; 3 nothing found, nothing ruled out.
+Budgets are bytes (6442450944, 6GiB) or a share of the keep-all peak (0.5, 50%). They count everything
+the step holds: parameters, inputs, gradients, activations and workspace.
+
+Exit codes: 0 done; 2 bad input or a budget proved too small; 3 nothing found, nothing ruled out;
+130 interrupted.
 """
 
 
@@ -77,6 +82,7 @@ def _main(argv: Sequence[str] | None) -> int:
         with standard_output():
             arguments = parser().parse_args(argv)
             _check_targets(arguments)
+            _check_asked(arguments)
             return int(arguments.run(arguments))
     except OutputLost as error:
         if isinstance(error.__cause__, BrokenPipeError):  # whoever read it has read enough
@@ -110,15 +116,33 @@ def _check_targets(arguments: argparse.Namespace) -> None:
         writable(arguments.plot)
 
 
+def _check_asked(arguments: argparse.Namespace) -> None:
+    """Refuse budgets, methods, rules and options that cannot be used, before a model is built and captured."""
+    asked = vars(arguments)
+    if arguments.run is _sweep or "budget" not in asked:  # a sweep knows ranges, and all and none
+        return
+    for budget in [asked["budget"]] if isinstance(asked["budget"], str) else asked["budget"]:
+        is_share(budget)
+    if "method" in asked:
+        options = {"gap": asked["gap"], "time_limit_s": asked["time_limit"], "seed": asked["seed"]}
+        checked_method(asked["method"], options | ({"any_order": True} if asked.get("any_order") else {}))
+    if rules := asked.get("heuristic"):
+        from .sweep import rule_named
+
+        for rule in [rules] if isinstance(rules, str) else rules:
+            rule_named(rule)
+
+
 def parser() -> argparse.ArgumentParser:
     """The command line, one subcommand each."""
     top = argparse.ArgumentParser(
         prog="belady",
-        description="What recomputation really has to cost: the optimal schedule of a training step under a memory budget, "
-        "an online run of the same graph under the same bytes, and the difference.",
+        description="What recomputation really has to cost: the optimal schedule of a training step under a memory\n"
+        "budget, an online run of the same graph under the same bytes, and the difference.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    top.add_argument("--version", action=_Version, nargs=0, help="show the program's version and those of what it runs on")
     commands = top.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
     command = _command(commands, "diff", _diff, "compare the optimum with online rules under the same budgets")
@@ -237,6 +261,19 @@ def _target(command: argparse.ArgumentParser, *, several: bool = False) -> None:
         help="op times: roofline (modelled), measured (each distinct op timed, with its workspace; cached) or auto (default): "
         "measured on CUDA, else roofline",
     )
+
+
+class _Version(argparse.Action):
+    """Versions as result rows have them, and the commit of a checkout."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: str | None = None
+    ) -> None:
+        found = provenance()
+        versions = dict(found["versions"])
+        commit = f" (commit {found['commit']})" if found["commit"] else ""
+        print(f"belady {versions.pop('belady', 'unknown')}{commit}; {', '.join(map(' '.join, versions.items()))}")
+        parser.exit()
 
 
 class _Once(argparse.Action):
@@ -379,6 +416,8 @@ def _diff(arguments: argparse.Namespace) -> int:
     for block in comparison.blocks:
         if block.plan.status is Status.INFEASIBLE:
             print(f"belady: {infeasible(comparison.graph, block.budget_bytes, block.plan)}", file=sys.stderr)
+        for stopped in (run for run in block.runs if not run.completed):
+            print(f"belady: {_unfinished(stopped)}", file=sys.stderr)
         _tell_halves(block.plan)
     if comparison.interrupted:
         return _interrupted()
@@ -465,9 +504,14 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.json != "-":
         _print_rows(graph, [row])
     if not found.completed:
-        why = f"ran out of memory at {found.failure.op}: {found.failure}" if found.failure else "recomputed without end"
-        raise NoScheduleFound(f"online {arguments.heuristic} in {budget_bytes:,} bytes ({format_bytes(budget_bytes)}) {why}")
+        raise NoScheduleFound(_unfinished(found))
     return _interrupted() if interrupted else DONE
+
+
+def _unfinished(run: Run) -> str:
+    """Why an online run stopped."""
+    why = f"ran out of memory at {run.failure.op}: {run.failure}" if run.failure else "recomputed without end"
+    return f"online {run.rule} in {run.budget_bytes:,} bytes ({format_bytes(run.budget_bytes)}) {why}"
 
 
 def _sweep(arguments: argparse.Namespace) -> int:
@@ -568,9 +612,8 @@ def _print_sweep(graph: Graph, rows: Sequence[dict[str, Any]]) -> None:
             how = str(row["notes"].get("status", row["status"]))  # an online run says how it ended
             cells.append(how.lower().replace("_", " ") if row["overhead"] is None else f"{row['overhead']:.2%}")
         table.add_row(*cells)
-    console = _console(width=max(160, 16 * len(table.columns) + 16))
-    console.print(title, style="italic", highlight=False, soft_wrap=True)
-    console.print(table)
+    _console().print(title, style="italic", highlight=False, soft_wrap=True)
+    _print_whole(table)
 
 
 def _workloads(arguments: argparse.Namespace) -> int:
@@ -630,10 +673,12 @@ def _info(arguments: argparse.Namespace) -> int:
     if arguments.json != "-":
         table = Table(box=None, show_header=False)
         for key, cell in row.items():
-            text = f"{cell:,}" if isinstance(cell, int) else str(cell)
+            text = f"{cell:,}" if isinstance(cell, int) else _cell(cell, "{}")
             in_bytes = cell if key.endswith("_bytes") and isinstance(cell, int) else None
+            read = "" if in_bytes is None else format_bytes(in_bytes)
+            read = f"{cell / 1e6:,.3f} ms" if key.endswith("_ns") and isinstance(cell, int) else read
             share = f"{in_bytes / trace.peak_bytes:.1%} of the keep-all peak" if in_bytes is not None and trace.peak_bytes else ""
-            table.add_row(key, text, "" if in_bytes is None else format_bytes(in_bytes), share)
+            table.add_row(key, text, read, share)
         _console().print(table)
     return _interrupted() if interrupted else DONE
 
@@ -695,12 +740,19 @@ def _print_rows(graph: Graph, rows: Sequence[dict[str, Any]]) -> None:
                 _cell(row["max_grad_error"], "{:.3g}"),
             ]
         table.add_row(*cells, end_section=following is not None and following["budget_bytes"] != row["budget_bytes"])
-    _console().print(table)
+    _print_whole(table)
 
 
-def _console(width: int = 160) -> Console:
-    """Standard output; a table that goes to a file or a pipe is as wide as it needs to be. Names are written as they are."""
-    return Console(width=None if sys.stdout.isatty() else width, markup=False, emoji=False)
+def _console(width: int | None = None) -> Console:
+    """Standard output, as wide as the terminal where none is given; names are written as they are."""
+    return Console(width=width if width is not None or sys.stdout.isatty() else 160, markup=False, emoji=False)
+
+
+def _print_whole(table: Table) -> None:
+    """Print a table as wide as it needs to be: a terminal that is narrower wraps its lines, and no number is cut short."""
+    console = _console()
+    wanted = Measurement.get(console, console.options.update(max_width=1 << 14), table).maximum
+    _console(max(console.width, wanted)).print(table)
 
 
 def _cell(number: Any, form: str | Callable[[Any], str]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +13,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
+from matplotlib.lines import Line2D
 
 from graphs.errors import InputError
 from graphs.files import write_whole
@@ -29,8 +30,10 @@ if TYPE_CHECKING:
     from online.compare import Comparison
 
 COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000"]
-MARKERS = "os^Dvx+"
-HIGHEST = 200  # overhead in per cent, of a sweep's figure: what takes three times as long is no alternative
+MARKERS = "os^DvP*X<>h"  # as many as have no factor in common with the colours: no two of 77 curves look alike
+DASHES = ["-", "--", ":", "-."]  # one for each time round the colours
+SECONDS_FROM_MS = 10_000
+HIGHEST = 200  # overhead in per cent, of a figure: what takes three times as long is no alternative
 
 
 def draw_overhead(axes: Axes, rows: Sequence[dict[str, Any]], methods: Sequence[str] = ()) -> None:
@@ -62,19 +65,32 @@ def draw_overhead(axes: Axes, rows: Sequence[dict[str, Any]], methods: Sequence[
     order = list(methods or lines)
     for method, points in sorted(lines.items(), key=lambda line: order.index(line[0])):
         number = order.index(method)
-        style = {"color": COLOURS[number % len(COLOURS)], "marker": MARKERS[number % len(MARKERS)], "markersize": 5}
-        label = method.removeprefix("online:") + (" (online)" if method.startswith("online:") else "")
+        style = look(number) | {"marker": MARKERS[number % len(MARKERS)], "markersize": 5}
         whole = [] if any(share == 1 for share, _ in points) else [(1.0, 0.0)]
-        axes.plot(*zip(*sorted([*points, *whole]), strict=True), label=label, **style)  # type: ignore[arg-type]
+        axes.plot(*zip(*sorted([*points, *whole]), strict=True), label=label_of(method), **style)
     axes.set(xlabel="budget / keep-all peak", ylabel="overhead (%)", xlim=(left, 1.02))
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
 
 
-def draw_memory(axes: Axes, graph: Graph, schedules: dict[str, Schedule], budget_bytes: int) -> None:
-    """Bytes in memory while each op runs, against time, one line a schedule."""
-    for number, (name, schedule) in enumerate(schedules.items()):
+def look(number: int) -> dict[str, Any]:
+    """Colour and dashes of a curve."""
+    return {"color": COLOURS[number % len(COLOURS)], "linestyle": DASHES[number // len(COLOURS) % len(DASHES)]}
+
+
+def label_of(method: str) -> str:
+    """A method as legends have it."""
+    return method.removeprefix("online:") + (" (online)" if method.startswith("online:") else "")
+
+
+def draw_memory(axes: Axes, graph: Graph, schedules: dict[str, Schedule], budget_bytes: int, methods: Sequence[str]) -> None:
+    """Bytes in memory while each op runs, against time, one line a schedule, by method.
+
+    methods  fixes the colours, as for ``draw_overhead``
+    """
+    largest = 0.0
+    drawn = []
+    for method, schedule in schedules.items():
         trace = simulate(graph, schedule)
         times, held, now = [0.0], [float(graph.resident_bytes)], 0.0
         for step, memory in zip(schedule, trace.memory_bytes, strict=True):
@@ -82,42 +98,56 @@ def draw_memory(axes: Axes, graph: Graph, schedules: dict[str, Schedule], budget
                 now += graph.ops[step.op].time_ns / 1e6
                 times.append(now)
                 held.append(float(memory))
-        colour = "0.6" if name == "keep everything" else COLOURS[(number - 1) % len(COLOURS)]
-        axes.plot(times, [h / 2**20 for h in held], label=name, color=colour, linewidth=1, drawstyle="steps")
-    axes.axhline(budget_bytes / 2**20, color="k", linestyle="--", linewidth=1, label="budget")
-    axes.axhspan(0, graph.resident_bytes / 2**20, color="0.93", linewidth=0)
-    axes.set(xlabel="time (ms)", ylabel="memory (MiB)")
+        drawn.append((method, times, held))
+        largest = max(largest, *held)
+    unit, power = next(((u, p) for u, p in (("GiB", 30), ("MiB", 20), ("KiB", 10)) if largest >= 2**p), ("bytes", 0))
+    slow = max(times[-1] for _, times, _ in drawn) >= SECONDS_FROM_MS
+    for method, times, held in drawn:
+        style = {"color": "0.6"} if method == "keep_all" else look(methods.index(method))
+        label = "keep everything, over time" if method == "keep_all" else label_of(method)
+        shown = [at / 1e3 for at in times] if slow else times
+        axes.plot(shown, [h / 2**power for h in held], label=label, linewidth=1, drawstyle="steps", **style)
+    axes.axhline(budget_bytes / 2**power, color="k", linestyle="--", linewidth=1, label="budget")
+    resident = "parameters, buffers, inputs"
+    axes.axhspan(0, graph.resident_bytes / 2**power, color="0.93", linewidth=0, label=resident)
+    axes.set(xlabel=f"time ({'s' if slow else 'ms'})", ylabel=f"memory ({unit})")
     axes.set_ylim(bottom=0)
     axes.set_xlim(left=0)
     axes.grid(alpha=0.3)
-    axes.legend(frameon=False, loc="lower center", ncols=2)
 
 
 def draw_comparison(comparison: Comparison, path: str) -> None:
     """Both figures side by side; memory over time for the smallest budget that has a plan."""
     graph = comparison.graph
     planned = [block for block in comparison.blocks if block.plan.schedule is not None]
-    figure, axes = plt.subplots(1, 2 if planned else 1, figsize=(12 if planned else 6, 4.5), squeeze=False)
-    draw_overhead(axes[0][0], comparison.rows())
+    rows = comparison.rows()
+    methods = list(dict.fromkeys(row["method"] for row in rows if row["method"] != "keep_all"))
+    figure, axes = plt.subplots(1, 2 if planned else 1, figsize=(12 if planned else 6, 5), squeeze=False, layout="constrained")
+    draw_overhead(axes[0][0], rows, methods)
     _entitle(axes[0][0], graph.name)
+    _cut_off(axes[0][0])
     if planned:
         block = min(planned, key=lambda b: b.budget_bytes)
         assert block.plan.schedule is not None
-        schedules = {"keep everything": keep_all(graph), block.plan.method: block.plan.schedule}
-        schedules |= {f"{run.rule} (online)": run.schedule for run in block.runs if run.completed}
-        draw_memory(axes[0][1], graph, schedules, block.budget_bytes)
+        schedules = {"keep_all": keep_all(graph)}
+        schedules |= {block.plan.method: block.plan.schedule} if block.plan.method != "keep_all" else {}
+        schedules |= {f"online:{run.rule}": run.schedule for run in block.runs if run.completed}
+        draw_memory(axes[0][1], graph, schedules, block.budget_bytes, methods)
         whole = comparison.keep_all.budget_bytes
         share = f"{block.budget_bytes / whole:.0%} of the keep-all peak" if whole else format_bytes(block.budget_bytes)
         _entitle(axes[0][1], f"{graph.name} in {share}")
+    _name_below(figure, axes.flat)
     save(figure, path)
 
 
 def draw_sweep(rows: Sequence[dict[str, Any]], path: str) -> None:
-    """Overhead against budget, a panel for each graph. Overheads beyond HIGHEST are cut off."""
+    """Overhead against budget, a panel for each graph."""
     panels: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for row in rows:
         panels[row["fingerprint"]].append(row)
-    draw_panels(list(panels.values()), sorted({row["method"] for row in rows} - {"keep_all"}), path)
+    methods = list(dict.fromkeys(row["method"] for row in rows if row["method"] != "keep_all"))
+    methods.sort(key=lambda method: method.startswith("online:"))  # planners first, each kind as it was asked for
+    draw_panels(list(panels.values()), methods, path)
 
 
 def draw_panels(panels: Sequence[Sequence[dict[str, Any]]], methods: Sequence[str], path: str, *, most_across: int = 3) -> None:
@@ -132,17 +162,28 @@ def draw_panels(panels: Sequence[Sequence[dict[str, Any]]], methods: Sequence[st
     figure, grid = plt.subplots(down, across, figsize=(width * across, height * down + 0.5), squeeze=False, layout="constrained")
     for axes in grid.flat[len(panels) :]:
         axes.remove()
-    names: dict[str, Any] = {}
     for axes, of_graph in zip(grid.flat, panels, strict=False):
         draw_overhead(axes, of_graph, methods)
         _entitle(axes, of_graph[0]["graph"])
-        if axes.get_ylim()[1] > HIGHEST:
-            axes.set_ylim(top=HIGHEST)
-        axes.get_legend().remove()
-        handles, labels = axes.get_legend_handles_labels()
-        names |= dict(zip(labels, handles, strict=True))
-    figure.legend(list(names.values()), list(names), loc="outside lower center", ncols=min(4, len(names)), frameon=False)
+        _cut_off(axes)
+    _name_below(figure, grid.flat[: len(panels)])
     save(figure, path)
+
+
+def _cut_off(axes: Axes) -> None:
+    """Show no overheads beyond HIGHEST."""
+    if axes.get_ylim()[1] > HIGHEST:
+        axes.set_ylim(top=HIGHEST)
+
+
+def _name_below(figure: Any, panels: Iterable[Axes]) -> None:
+    """One legend for all panels, below them, where it covers nothing: each name once, with the look of its first panel."""
+    names: dict[str, Any] = {}
+    for axes in panels:
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            names.setdefault(label, handle)
+    order = sorted(names, key=lambda name: not isinstance(names[name], Line2D))  # what is no curve comes last
+    figure.legend([names[name] for name in order], order, loc="outside lower center", ncols=min(4, len(names)), frameon=False)
 
 
 def _entitle(axes: Axes, title: str) -> None:

@@ -141,10 +141,14 @@ def methods_of(asked: Sequence[str]) -> list[str]:
 
 def rules_of(asked: Sequence[str]) -> list[str]:
     """Online rules by name as rows have them, each once; ``all`` and ``none`` are names too. Raises InputError likewise."""
-    tiny = Graph("tiny", (Op("op", (), (0,), 1),), (Value("value", 512),), frozenset(), frozenset({0}))
-    asked = _each(asked, HEURISTICS | ADDRESS_HEURISTICS)
-    names = (run(tiny, 2**20, heuristic=name).rule for name in asked)  # two spellings can be one rule
+    names = map(rule_named, _each(asked, HEURISTICS | ADDRESS_HEURISTICS))  # two spellings can be one rule
     return [ONLINE + name for name in dict.fromkeys(names)]
+
+
+def rule_named(name: str) -> str:
+    """An online rule as its runs have it. Raises InputError for an unknown one."""
+    tiny = Graph("tiny", (Op("op", (), (0,), 1),), (Value("value", 512),), frozenset(), frozenset({0}))
+    return run(tiny, 2**20, heuristic=name).rule
 
 
 def chosen(kind: str, asked: Sequence[str], known: Sequence[str]) -> list[str]:

@@ -40,6 +40,9 @@ PEAK = 1_000_003
         (1.0, PEAK),
         ("1.0", PEAK),
         ("1", PEAK),
+        ("50%", 500_001),
+        (" 12.5 % ", PEAK // 8),
+        ("100%", PEAK),
         (1e-6, 1),
         (np.int64(7), 7),
         (np.float64(0.5), 500_001),
@@ -55,7 +58,7 @@ def test_budgets_in_bytes(budget: int | float | str, size_bytes: int) -> None:
     [
         0, -1, 0.0, -0.5, 1.0001, 2.0, float("nan"), float("inf"), float("-inf"), True, False, None, [0.5], b"5",
         "", "GiB", "six", "6 XB", "6GiBs", "6 Gi B", "-1", "-6GiB", "0", "0.0", "0 GiB", "1.5", "0.3B", "1e999", "1e400GiB",
-        "nan", "inf", "50%", "5,000", "0x10", "1_000", "6.", "1e", "9" * 5000,
+        "nan", "inf", "0%", "101%", "-5%", "%", "50%%", "50 % B", "5,000", "0x10", "1_000", "6.", "1e", "9" * 5000,
     ],
 )  # fmt: skip
 def test_anything_else_is_refused_with_what_would_do(budget: object) -> None:

@@ -1053,6 +1053,7 @@ def averaging_norm() -> nn.Module:
 REFUSED: dict[str, tuple[Callable[[], Step], str]] = {
     "no module": (lambda: capture(square, x8), "expected a torch.nn.Module, not a function"),
     "no inputs": (lambda: capture(linear()), "Linear brings no example inputs.*give inputs="),
+    "targets without loss": (lambda: capture(linear(), (x8, x8)), "takes 2 .*where the last inputs are targets, give"),
     "no loss": (lambda: capture(linear(), x8), r"Linear returns a tensor of shape \(4, 8\), but a loss is one number; give"),
     "output without loss": (lambda: capture(Lambda(lambda m, x: {"y": m.linear(x)}), x8), "Lambda returns a dict, not a loss"),
     "integer loss": (lambda: capture(linear(), x8, loss=lambda y: (y > 0).sum()), "number of dtype torch.int64, which"),

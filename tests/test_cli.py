@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 from belady.cli import Loaded, main, parser
 from graphs.ir import Graph, Op, Value
 from graphs.serialize import save_graph
+from online import run
 from online.heuristics import ADDRESS_HEURISTICS, HEURISTICS
 from tests.interruption import interrupted
 from tests.test_compare import training_chain
@@ -158,7 +160,7 @@ def test_rows_on_a_pipe_are_not_mixed_with_what_solvers_print(tmp_path: Path) ->
 
 def test_the_command_is_installed() -> None:
     done = subprocess.run([BELADY, "--help"], capture_output=True, text=True, check=True, env={**os.environ, "COLUMNS": "120"})
-    for word in ("diff", "plan", "run", "sweep", "workloads", "info", "examples:", "exit codes"):
+    for word in ("diff", "plan", "run", "sweep", "workloads", "info", "examples:", "Exit codes"):
         assert word in done.stdout
 
 
@@ -538,3 +540,51 @@ def test_an_interrupted_execution_leaves_the_plan(
     assert capsys.readouterr().err == "belady: interrupted; this is what was found until then\n"
     (row,) = rows(found.read_text())
     assert row["time_ns"] and row["measured_time_ns"] is None and out.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["plan", "--budget", "abc"], "budget 'abc': give bytes"),
+        (["plan", "--budget", "0"], "budget '0': give bytes"),
+        (["diff", "--budget", "0.5", "--budget", "1.5"], "budget '1.5': give bytes"),
+        (["plan", "--budget", "0.5", "--method", "checkmat"], "unknown method 'checkmat'"),
+        (["plan", "--budget", "0.5", "--gap", "2"], "gap must be"),
+        (["plan", "--budget", "0.5", "--method", "revolve", "--any-order"], "method revolve has no option 'any_order'"),
+        (["run", "--budget", "0.5", "--heuristic", "dtrr"], "unknown heuristic 'dtrr'"),
+        (["diff", "--budget", "0.5", "--heuristic", "dtr", "--heuristic", "dtr+foo"], "foo"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_before_a_model_is_built(
+    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("belady.cli.Loaded", lambda *_: pytest.fail("built"))
+    assert main([arguments[0], "gpt2", *arguments[1:]]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("belady: ") and message in error and error.count("\n") == 1
+
+
+def test_versions_are_those_of_the_rows(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert re.match(r"belady \d+\.\d+.*; python 3\.\d+", capsys.readouterr().out)
+
+
+def test_a_narrow_terminal_cuts_no_number_short(
+    chain_file: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    assert main(["diff", chain_file, "--budget", "0.5"]) == 0
+    assert main(["sweep", chain_file, "--budget", "0.5"]) == 0
+    shown = capsys.readouterr().out
+    assert "…" not in shown and shown.count("cutting_stages") >= 2 and "online:demand" in shown
+
+
+def test_an_online_run_that_stopped_is_told(
+    chain_file: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.modules["online.compare"], "run", partial(run, thrash_limit=1.0))
+    assert main(["diff", chain_file, "--budget", "600", "--heuristic", "dtr"]) == 0
+    assert capsys.readouterr().err == "belady: online dtr in 600 bytes (600 B) recomputed without end\n"

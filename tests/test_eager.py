@@ -9,6 +9,7 @@ import gc
 import io
 import operator
 import os
+import re
 import threading
 import warnings
 import weakref
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves
 
-from graphs.errors import BudgetExceeded, InputError, NoScheduleFound
+from graphs.errors import BudgetExceeded, CaptureError, InputError, NoScheduleFound
 from graphs.torch_private import REPLACES_IN_PLACE, without_torch_function
 from online import recipes
 from online import run as run_online
@@ -31,6 +32,7 @@ from online.eager import EagerRun, budget
 from online.growing import GrowingEngine
 from online.heuristics import HEURISTICS, Pool
 from online.recipes import Recipe
+from planner import plan
 from planner.simulate import simulate
 
 
@@ -1734,3 +1736,23 @@ def test_the_compiler_stays_out_of_a_block() -> None:
     assert run.counters.evictions > 0
     assert [op.kind for op in run.graph.ops] == [op.kind for op in plain.graph.ops]
     assert all(torch.equal(a, b.grad) for a, b in zip(want, model.parameters(), strict=True))  # type: ignore[arg-type]
+
+
+def test_no_step_is_captured_inside_of_a_block() -> None:
+    model, x = nn.Linear(4, 4), torch.ones(2, 4)
+    with budget("1MiB"), pytest.raises(CaptureError, match="cannot be captured here: this is inside of a block under a budget"):
+        plan(model, 0.9, inputs=x, loss=torch.sum)
+
+
+@pytest.mark.parametrize("holding", [5, "model", len])
+def test_what_holds_nothing_is_refused(holding: object) -> None:
+    with pytest.raises(InputError, match="holding takes modules, optimizers, tensors and containers of these, not"):
+        budget("1MiB", holding=holding)  # type: ignore[arg-type]
+
+
+def test_a_block_is_told_in_a_line() -> None:
+    with budget("1MiB") as block:
+        torch.ones(4) + 1
+    assert re.fullmatch(
+        r"EagerRun\(under 1,048,576 bytes with dtr_eq\+counted: \d+ ops, 0 recomputations, peak \d+ bytes\)", repr(block)
+    )

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 
 from graphs import Graph, InputError, InvalidGraph, Op, Value
+from graphs.synthetic import chain
 from tests.strategies import graphs
 
 
@@ -138,3 +139,9 @@ def test_producers_and_consumers_are_inverse_to_ops(graph: Graph) -> None:
         makers = [i for i, op in enumerate(graph.ops) if v in op.outputs]
         assert makers == ([] if v in graph.resident else [graph.producer[v]])
         assert (graph.producer[v] < 0) == (v in graph.resident)
+
+
+def test_a_small_graph_is_written_out_and_a_large_one_named(diamond: Graph) -> None:
+    assert eval(repr(diamond)) == diamond
+    large = repr(chain(50))
+    assert large == "Graph(chain_50, 101 ops, 101 values, 0 bytes resident, keep-all 0.000 ms)"

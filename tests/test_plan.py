@@ -119,7 +119,7 @@ def test_budget_below_the_minimum_is_refused_with_both_numbers(ladder: Graph) ->
     assert solve(ladder, 29).status is Status.INFEASIBLE
 
 
-@pytest.mark.parametrize("budget", [0, -1, 0.0, 1.5, "many", "0.5 %", True, None])
+@pytest.mark.parametrize("budget", [0, -1, 0.0, 1.5, "many", "0.5 B %", True, None])
 def test_unusable_budgets_are_refused(ladder: Graph, budget: object) -> None:
     with pytest.raises(InputError, match="give bytes"):
         plan(ladder, budget)  # type: ignore[arg-type]
@@ -261,3 +261,23 @@ def test_ops_are_measured_where_workspace_counts(device: str, used: str, monkeyp
     monkeypatch.setattr("graphs.costs.roofline", lambda step: called.append("roofline"))
     with_costs(SimpleNamespace(device=torch.device(device)), "auto")  # type: ignore[arg-type]
     assert called == [used]
+
+
+class Untouched(nn.Module):
+    """A model whose capture would be noticed."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("captured")
+
+
+@pytest.mark.parametrize(
+    ("budget", "more"), [("abc", {}), (1.5, {}), (0.5, {"method": "checkmat"}), (0.5, {"gap": 2.0}), (0.5, {"metod": 1})]
+)
+def test_what_cannot_be_used_is_refused_before_the_model_is_captured(budget: float | str, more: dict[str, object]) -> None:
+    with pytest.raises(InputError):
+        plan(Untouched(), budget, inputs=torch.ones(2), **more)  # type: ignore[arg-type]
+
+
+def test_a_plan_is_no_model(ladder: Graph) -> None:
+    with pytest.raises(InputError, match=r"not a Plan; its \.step or \.graph is one"):
+        plan(plan(ladder, 40), 0.9)  # type: ignore[arg-type]

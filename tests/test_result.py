@@ -234,3 +234,10 @@ def test_an_interrupted_write_leaves_the_old_file(chain_2: Graph, tmp_path: Path
 def test_a_plan_for_a_graph_alone_trains_nothing(chain_2: Graph) -> None:
     with pytest.raises(InputError, match="chain_2 has no captured model behind it"):
         found(chain_2, (*keep_all(chain_2), Compute(0))).module()
+
+
+def test_a_plan_is_told_in_a_line(chain_2: Graph) -> None:
+    plan = found(chain_2, with_frees(chain_2, RERUN), 3, bound_ns=6)
+    costs = "overhead 20.00%, peak 3 bytes, 1 ops recomputed"
+    assert repr(plan) == f"Plan({chain_2.name} in 3 bytes, OPTIMAL by test, {costs}, proved within 0.00%)"
+    assert repr(found(chain_2, None, 1)) == f"Plan({chain_2.name} in 1 bytes, UNKNOWN by test)"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -524,3 +525,11 @@ def test_yielding_changes_nothing_where_it_is_not_needed(case: tuple[Graph, int]
     assert plain.status is RunStatus.OUT_OF_MEMORY or yielding.steps == plain.steps
     if yielding.status is RunStatus.OUT_OF_MEMORY:
         assert plain.status is RunStatus.OUT_OF_MEMORY
+
+
+def test_a_run_is_told_in_a_line() -> None:
+    graph = chain(10)
+    costs = r"overhead \d+\.\d\d%, peak \d bytes, \d+ ops recomputed"
+    assert re.fullmatch(rf"Run\({graph.name} in 8 bytes, COMPLETED with dtr, {costs}\)", repr(run(graph, 8, heuristic="dtr")))
+    stopped = repr(run(graph, 8, heuristic="random", thrash_limit=1.0))
+    assert stopped == f"Run({graph.name} in 8 bytes, THRASHED with random)"
