@@ -259,6 +259,13 @@ def test_a_search_past_its_deadline_begins_one_walk_and_no_more(monkeypatch: pyt
     assert len(begun) == 1
 
 
+def test_a_search_with_time_for_one_walk_holds_gradients() -> None:
+    graph = random_training(200, seed=7)
+    walks = WalkSearch(graph, simulate(graph, keep_all(graph)).peak_bytes // 2, seed=0)
+    walks.start(deadline=0.0)
+    assert walks.runs is not None
+
+
 def test_a_search_with_nothing_to_change_changes_nothing() -> None:
     bare = Graph("bare", (Op("small", (), (), 1), Op("large", (), (), 1, workspace_bytes=9)), (), frozenset(), frozenset())
     first = linear_network(2)

@@ -27,7 +27,7 @@ from planner.process.loading import load_once
 from planner.walks.list_walk import ListWalk, Route, Walked, is_read, use_from
 
 FAR = (0.0, 0.5, 1.0, 2.0)  # exponents of the distance to the next read
-BACKWARD = (1.0, 30.0)  # factors of what the backward pass makes: by then most of what it came from is gone
+BACKWARD = (30.0, 1.0)  # factors of what the backward pass makes: by then most of what it came from is gone
 HELD = 1e50  # factor of the graph's outputs where they are to be made once
 LEADS = 12  # kept at a time
 ALIKE = 0.003  # what differs from another by less than this share of its time beyond keep-all is kept only if it is the best
