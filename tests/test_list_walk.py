@@ -10,7 +10,7 @@ import pytest
 from numba.extending import is_jitted
 
 from graphs.ir import Graph, Op
-from graphs.synthetic import linear_network, random_training
+from graphs.synthetic import chain, linear_network, random_training
 from planner.least.smallest import smallest_known
 from planner.schedule import keep_all, with_frees
 from planner.simulate import simulate
@@ -360,3 +360,15 @@ def test_compiled_code_returns_no_arrays() -> None:
     dispatchers = [one for module in (list_walk, walk_search) for one in vars(module).values() if is_jitted(one)]
     returned = [str(signature.return_type) for one in dispatchers for signature in one.nopython_signatures]
     assert len(returned) > 2 and not [kind for kind in returned if "array" in kind]
+
+
+def test_where_many_values_are_present_room_is_made_for_more_than_one_op_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = chain(1500, size_bytes=10)
+    budget_bytes = 10_000
+    walk = ListWalk(graph, budget_bytes)
+    route = walk.route(range(len(graph.ops)))
+    monkeypatch.setattr(list_walk, "MOST_STEPS", 600_000)  # to look at 1,000 values before each op would take twice that
+    walked = walk.follow(route)
+    assert walked.complete
+    check(graph, budget_bytes, walked)
+    assert walked.time_ns <= graph.keep_all_time_ns + 520  # 500 layers do not fit, and the room made at a time is for 3

@@ -35,6 +35,7 @@ REMAKE_LIMIT = 300  # ancestors counted in a score at most; beyond, a value is d
 MOST_RUNS = 5  # for each run of a route; a walk that makes more is stuck
 MOST_STEPS = 100_000_000  # values and ancestors looked at, a second or two: nothing can interrupt a walk, so that is all it gets
 STEPS_PER_S, LEAST_S = 50_000_000, 0.02  # about as many; and time for the walk that begins when time is up
+MANY, SPARE = 500, 256  # where more are present, whole walks empty a share of the room at once: all are looked at for that
 LEAST_NS = 1e-9  # what an op of no time counts in a score: were it nothing, no factor would tell such values apart
 SOON = 1e-200  # factor of a score where the route makes the value again anyway; any weight in use is between 1e-100 and 1e100
 
@@ -405,10 +406,12 @@ def _walk(  # type: ignore[no-untyped-def]  # pragma: no cover
                         held -= size[v]
                         inside_count = _drop(v, present, inside, place, inside_count)
                         absent += is_read(upcoming[v], use_rows[v + 1], uses)
-                gone_count = 0
+                gone_count, spare = 0, room // SPARE if inside_count > MANY and begin == 0 else 0
                 for last_resort in (False, True):
                     if excess <= 0:
                         break
+                    if last_resort:
+                        spare = 0
                     candidate_count = 0
                     steps += inside_count
                     for k in range(inside_count):
@@ -436,7 +439,7 @@ def _walk(  # type: ignore[no-untyped-def]  # pragma: no cover
                         candidate_count += 1
                     for k in range(candidate_count // 2 - 1, -1, -1):
                         _sift(k, candidate_count, score, rate, candidates)
-                    while excess > 0 and candidate_count > 0:
+                    while excess > -spare and candidate_count > 0:
                         if score[0] == np.inf or steps > most_steps:  # nothing left to make again, or too much asked
                             break
                         v = candidates[0]
@@ -447,6 +450,8 @@ def _walk(  # type: ignore[no-untyped-def]  # pragma: no cover
                             score[0], rate[0] = rate[0] * remake, 0.0
                             _sift(0, candidate_count, score, rate, candidates)
                             continue
+                        if excess <= 0 and excess - size[v] < -spare:
+                            break
                         candidate_count -= 1
                         score[0], rate[0] = score[candidate_count], rate[candidate_count]
                         candidates[0] = candidates[candidate_count]
@@ -458,7 +463,7 @@ def _walk(  # type: ignore[no-untyped-def]  # pragma: no cover
                     return ran_before, i, total_before, True, ran
                 for k in range(gone_count - 1, -1, -1):
                     v = gone[k]
-                    if excess + size[v] <= 0:
+                    if excess + size[v] <= -spare:
                         excess += size[v]
                         continue
                     held -= size[v]
