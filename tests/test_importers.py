@@ -120,6 +120,20 @@ def test_a_mutation_makes_a_new_whole_storage(tmp_path: Path) -> None:
     assert graph.resident == {0} and graph.outputs == {5}
 
 
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (mutate("add_", ["a"], [-1], 1), "line 5: -1 is no index of its 1 arguments"),
+        (mutate("add_", ["a"], [1], 1), "line 5: 1 is no index of its 1 arguments"),
+        (call("view", ["a"], {"v": (0, -2)}, 1), "line 7: -2 is no index of its 1 arguments"),
+        ([call("g", [], {"b": (1, -1)}, 1)[0], *call("g", [], {"c": (1, -1)}, 1)[1:]], "line 7: the sizes and aliases of g"),
+    ],
+)
+def test_indices_and_sizes_that_mean_nothing_are_refused(tmp_path: Path, lines: list[str], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        graph_from(tmp_path, START, call("f", [], {"a": (1, -1)}, 1), lines)
+
+
 def test_an_op_that_makes_nothing_is_an_op(tmp_path: Path) -> None:
     graph = graph_from(tmp_path, START, call("f", [], {"a": (1, -1)}, 1), call("check", ["a"], {}, 4))
     assert graph.ops[1] == Op("check:1", (0,), (), 4, kind="check")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,8 @@ class _Reader:
         self._open: tuple[str, list[int], list[str], int] | None = None  # a call whose results are being described
         self._memory: list[int] = []
         self._alias: list[int] = []
+        self._sized: list[str] = []  # whose these are
+        self._aliased: list[str] = []
         self._constant = ""
         self._backward_at: int | None = None
 
@@ -70,9 +73,11 @@ class _Reader:
         kind = entry["INSTRUCTION"]
         if kind == "MEMORY":
             self._memory.append(_count(entry["MEMORY"]))
+            self._sized.append(entry["NAME"])
             if self._constant:
                 if entry["NAME"] != self._constant:
                     raise ValueError(f"expected the size of {self._constant}")
+                self._sized.clear()
                 s = self._new_storage(self._constant, self._memory.pop())
                 self.constants.add(s)
                 self._names[self._constant] = self._call("constant", [], [s], 0)[0]
@@ -80,6 +85,7 @@ class _Reader:
             return
         if kind == "ALIAS":
             self._alias.append(int(entry["ALIAS"]))
+            self._aliased.append(entry["NAME"])
             return
         self.close()
         if kind == "CONSTANT":
@@ -115,11 +121,13 @@ class _Reader:
         name, arguments, results, time_ns = self._open
         if not len(results) == len(self._memory) == len(self._alias):
             raise ValueError(f"{name} has {len(results)} results, {len(self._memory)} sizes and {len(self._alias)} aliases")
+        if not results == self._sized == self._aliased:
+            raise ValueError(f"the sizes and aliases of {name} are not those of its results, in their order")
         makes = [
-            self._new_storage(result, size) if alias < 0 else self._storage[arguments[alias]]
+            self._new_storage(result, size) if alias == -1 else self._storage[arguments[_place(alias, arguments)]]
             for result, size, alias in zip(results, self._memory, self._alias, strict=True)
         ]
-        self._open, self._memory, self._alias = None, [], []
+        self._open, self._memory, self._alias, self._sized, self._aliased = None, [], [], [], []
         for result, tensor in zip(results, self._call(name, arguments, makes, time_ns), strict=True):
             self._names[result] = tensor
 
@@ -144,7 +152,7 @@ class _Reader:
 
     def _mutate(self, entry: dict[str, Any]) -> None:
         """Inputs -> new tensors, each as large as the whole storage it replaces; the names then mean the new ones."""
-        names = [entry["ARGS"][int(i)] for i in entry["MUTATE"]]
+        names = [entry["ARGS"][_place(int(i), entry["ARGS"])] for i in entry["MUTATE"]]
         arguments = [self._tensor(name) for name in entry["ARGS"]]
         makes = [self._new_storage(name, self.size_bytes[self._storage[self._tensor(name)]]) for name in names]
         made = self._call(entry["NAME"], arguments, makes, _count(entry["TIME"]))
@@ -177,6 +185,13 @@ class _Reader:
         self._uses[s] -= 1
         if not self._uses[s]:
             self.events.append(-1 - s)
+
+
+def _place(index: int, arguments: Sequence[object]) -> int:
+    """An index into a call's arguments."""
+    if not 0 <= index < len(arguments):
+        raise ValueError(f"{index} is no index of its {len(arguments)} arguments")
+    return index
 
 
 def _count(text: str) -> int:
