@@ -311,8 +311,21 @@ def _unseen_refused(name: str, where: str) -> Iterator[None]:
     def set_same(dtype: torch.dtype) -> None:
         (set_dtype if dtype is torch.get_default_dtype() else sets_dtype)(dtype)
 
+    rounds = refusal(
+        f"calls F.bilinear under autocast in its {where}, which rounds inside of that operator where a captured step, with its "
+        f"casts in the graph, would not; leave the region for that call (torch.autocast(..., enabled=False))"
+    )
+
+    def bilinear(input1: Tensor, *others: Any, **named: Any) -> Tensor:
+        known = not torch.is_autocast_enabled(input1.device.type)
+        result: Tensor = (torch_bilinear if known else rounds)(input1, *others, **named)
+        return result
+
+    torch_bilinear = torch.bilinear
     data: Any = Tensor.data
     with (
+        patched(torch, "bilinear", bilinear),
+        patched(nn.functional, "bilinear", bilinear),
         patched(Tensor, "data", property(data.__get__, assigns)),
         patched(hooks, "__enter__", enter_known),
         patched(torch, "set_default_dtype", set_same),

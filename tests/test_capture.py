@@ -400,6 +400,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "shared gradient": lambda: lambda_case(lambda m, x: (m.linear.weight[0] + m.linear.bias + m.moving).sum() + 0 * x.sum(), x8),
     "one number in a list": lambda: lambda_case(lambda m, x: m.linear(x).sum().reshape(1), x8),
     "tuple": lambda: lambda_case(lambda m, x: square(m.linear(x)), x8),
+    "bilinear outside of autocast": lambda: lambda_case(bilinear_outside, x8, autocast=torch.bfloat16),
     "selective checkpoint": lambda: lambda_case(checkpointed, x8),
     "regions of autocast inside": lambda: lambda_case(regions_inside, x8),
     "regions of autocast inside bf16": lambda: lambda_case(regions_inside, x8, autocast=torch.bfloat16),
@@ -1046,6 +1047,16 @@ def input_is_the_buffer() -> Step:
     return capture(model, model.moving.expand(4, 8))
 
 
+def bilinear(model: Lambda, x: Tensor) -> Tensor:
+    return F.bilinear(x, model.linear(x).float(), model.linear.weight[None])
+
+
+def bilinear_outside(model: Lambda, x: Tensor) -> Tensor:
+    y = model.linear(x).float()
+    with torch.autocast("cpu", enabled=False):
+        return square(F.bilinear(x, y, model.linear.weight[None]))
+
+
 def averaging_norm() -> nn.Module:
     return nn.Sequential(linear(), nn.BatchNorm1d(8, momentum=None))
 
@@ -1187,6 +1198,9 @@ REFUSED: dict[str, tuple[Callable[[], Step], str]] = {
     "loss of anything": (lambda: capture(linear(), (x8, x8), loss=lambda *a: F.mse_loss(*a)), "does not say which inputs"),
     "loss of its own": (
         lambda: capture(linear(), x8, loss=lambda y: torch.ones(1, requires_grad=True)), "depends on none of its parameters"
+    ),
+    "bilinear under autocast": (
+        lambda: capture(Lambda(lambda m, x: square(bilinear(m, x))), x8, autocast=torch.bfloat16), "F.bilinear under autocast"
     ),
     "momentum of None": (lambda: capture(averaging_norm(), x8, loss=square), "^1 averages .*give it a momentum"),
     "attribute wants gradient": (
