@@ -401,6 +401,9 @@ CASES: dict[str, Callable[[], Case]] = {
     "one number in a list": lambda: lambda_case(lambda m, x: m.linear(x).sum().reshape(1), x8),
     "tuple": lambda: lambda_case(lambda m, x: square(m.linear(x)), x8),
     "bilinear outside of autocast": lambda: lambda_case(bilinear_outside, x8, autocast=torch.bfloat16),
+    "randomized leaks of a transposed input": lambda: lambda_case(
+        lambda m, x: F.rrelu(m.linear(x).t(), training=True).mean(), torch.linspace(-2, 2, 48).sin().view(6, 8)
+    ),
     "selective checkpoint": lambda: lambda_case(checkpointed, x8),
     "regions of autocast inside": lambda: lambda_case(regions_inside, x8),
     "regions of autocast inside bf16": lambda: lambda_case(regions_inside, x8, autocast=torch.bfloat16),
