@@ -242,6 +242,7 @@ def test_without_some_part_the_optimum_is_the_same(part: str, monkeypatch: pytes
         monkeypatch.setattr(cutting_stages, "solve_relaxed", lambda search, model, rows, *_: (None, rows))
     elif part == "whole ones only":
         monkeypatch.setattr(stage_solving, "PARTS", 1.0)
+    monkeypatch.setattr(cutting_stages, "FEW_STATES", 0)  # else A* closes most of these in the first round
     checked, proved, in_rounds = optima(gap=1e-9 if part == "small values" else 0.0)
     assert checked >= 35
     assert in_rounds >= 8 or part == "re-runs"
@@ -272,7 +273,22 @@ def optima(gap: float = 0.0) -> tuple[int, int, int]:
     return checked, proved, in_rounds
 
 
+def test_small_graphs_are_looked_through_before_anything_that_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unwanted(*_: object) -> None:
+        raise AssertionError("not needed")
+
+    monkeypatch.setattr(cutting_stages, "_first_schedules", unwanted)
+    looked_through = 0
+    for seed in range(60):
+        graph = random_training(4, seed)
+        found = solve(graph, int(0.8 * simulate(graph, keep_all(graph)).peak_bytes), gap=0.0)
+        looked_through += found.notes.get("found_by") == "A*"
+        assert found.status in (Status.OPTIMAL, Status.INFEASIBLE, Status.UNKNOWN)
+    assert looked_through >= 8
+
+
 def test_with_a_coarser_graph_first_the_optimum_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cutting_stages, "FEW_STATES", 0)
     sizes = coarser_first(monkeypatch)
     checked, proved, _ = optima()
     assert checked >= 35 and proved >= 35

@@ -254,8 +254,8 @@ def _rounds(search: StageSearch) -> bool:
             return False
         if round_.number == BLOCKS_ROUND:
             try_blocks(search)
-            if _exhaust(search, FEW_STATES, EXACT * search.gap):
-                return False
+        if round_.number == 1 and _exhaust(search, FEW_STATES, EXACT * search.gap):
+            return False
         if round_.number == 1 and not search.elsewhere:
             guide = None if answer.values is None else partial(follow_guides, search, round_.closed_graph, round_.events[0])
             if not _first_schedules(search, guide):
