@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: install demo test lint clean
+.PHONY: install demo test lint figures clean
 
 install: $(VENV)/.installed
 
@@ -22,6 +22,13 @@ lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# What is drawn from committed rows, and the README's picture, which is of schedules and so is computed anew.
+figures: install
+	$(BIN)/python -m belady.readme_tables
+	$(BIN)/python -m belady.online_doc
+	$(BIN)/python -m belady.methods_doc
+	$(BIN)/belady diff resnet50 --budget 0.9 --budget 0.8 --budget 0.7 --budget 0.6 --budget 0.5 --heuristic demand --heuristic dtr --plot docs/demo.png
 
 clean:
 	rm -rf $(VENV) build out *.egg-info
