@@ -1,7 +1,9 @@
-"""Ctrl-C while code is being loaded comes through, and only when it is loaded."""
+"""Ctrl-C while code is being loaded comes through, and only when it is loaded; what is compiled can be compiled beforehand."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -41,3 +43,37 @@ def test_a_second_interruption_comes_through_at_once() -> None:
         "try:\n    undisturbed(work)\nexcept KeyboardInterrupt:\n    print(time.perf_counter() - began < 10)\n"
     )
     assert interrupted(script, after_s=0.3) == "True"
+
+
+def test_nothing_is_left_to_compile_after_all_has_been() -> None:
+    script = """
+from numba.extending import is_jitted
+from graphs.synthetic import random_layered, random_training
+from planner import keep_all, simulate
+from planner.least import pebbling_sets
+from planner.least.pebbling import fitting, least_peak
+from planner.on_demand import compile_all
+from planner.plan import solve
+from planner.walks import annealing_moves, list_walk, walk_search
+
+def compiled():
+    modules = list_walk, walk_search, annealing_moves, pebbling_sets
+    return sum(len(it.overloads) for module in modules for it in vars(module).values() if is_jitted(it))
+
+compile_all()
+before = compiled()
+for graph, share, method in (
+    (random_training(60, 1), 0.7, "cutting_stages"),
+    (random_training(60, 2), 0.6, "cutting_stages"),
+    (random_layered("RL1", 3), 0.8, "cutting_stages"),
+    (random_layered("RL1", 3), 0.9, "annealing"),
+):
+    budget_bytes = int(share * simulate(graph, keep_all(graph)).peak_bytes)
+    solve(graph, budget_bytes, method=method, gap=0.0, time_limit_s=3)
+    least_peak(graph, time_limit_s=1)
+    next(fitting(graph, budget_bytes, time_limit_s=1), None)
+print(before, compiled())
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
+    before, after = map(int, done.stdout.split())
+    assert before == after > 5
