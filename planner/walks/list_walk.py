@@ -35,7 +35,7 @@ REMAKE_LIMIT = 300  # ancestors counted in a score at most; beyond, a value is d
 MOST_RUNS = 5  # for each run of a route; a walk that makes more is stuck
 MOST_STEPS = 100_000_000  # values and ancestors looked at, a second or two: nothing can interrupt a walk, so that is all it gets
 STEPS_PER_S, LEAST_S = 50_000_000, 0.02  # about as many; and time for the walk that begins when time is up
-MANY, SPARE = 500, 256  # where more are present, whole walks empty a share of the room at once: all are looked at for that
+MANY, SPARE = 2_000, 256  # where more are present, whole walks empty a share of the room at once: all are looked at for that
 LEAST_NS = 1e-9  # what an op of no time counts in a score: were it nothing, no factor would tell such values apart
 SOON = 1e-200  # factor of a score where the route makes the value again anyway; any weight in use is between 1e-100 and 1e100
 
