@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from graphs.errors import BudgetExceeded, NoScheduleFound
 from online.eager import budget
 from planner.simulate import simulate
+from tests.functions import Dirty
 
 
 class Forwarding(TorchDispatchMode):
@@ -42,19 +43,6 @@ class Kept(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         a, b = ctx.saved_tensors
         return grad * b * ctx.several[0], grad * a + ctx.several[1]
-
-
-class Dirty(torch.autograd.Function):
-    """Writes to its argument."""
-
-    @staticmethod
-    def forward(ctx: Any, a: Tensor) -> Tensor:  # type: ignore[override]
-        ctx.mark_dirty(a)
-        return a.mul_(0.5)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
-        return grad * 0.5
 
 
 class State:

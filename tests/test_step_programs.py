@@ -24,6 +24,7 @@ from planner.execute import PlannedModule, PlannedStep, StepResult
 from planner.measure import StorageMeter, resident_before_backward
 from planner.schedule import keep_all
 from planner.simulate import simulate
+from tests.functions import Dirty
 from tests.test_execute import PLENTY, dawdling, rematerializing
 
 Dice = random.Random
@@ -46,19 +47,6 @@ class Pair(torch.autograd.Function):
             if gradient is not None:
                 result = result + gradient * ctx.kept
         return result
-
-
-class Dirty(torch.autograd.Function):
-    """Writes to its argument."""
-
-    @staticmethod
-    def forward(ctx: Any, a: Tensor) -> Tensor:  # type: ignore[override]
-        ctx.mark_dirty(a)
-        return a.mul_(0.5)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
-        return gradient * 0.5
 
 
 class Block(nn.Module):
