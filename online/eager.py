@@ -229,6 +229,7 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
         self._died: list[Notice] = []  # of storages the program has dropped
         self._dead: list[int] = []  # contents of such storages
         self._unread: list[Known] = []  # contents nobody needs any more
+        self._blank: set[int] = set()  # contents that no operator has written or read since they were allocated
         self._content_of: list[Known | None] = []  # of each storage of the engine
         self._recipe_of: list[weakref.ref[Recipe] | None] = []  # of each op of the engine
         self._log: list[Entry] = []  # of each op of the engine
@@ -427,6 +428,8 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
             _check_sizes(read if given is None else [*read, given])
             return result
         written = self._written(kind, args, kwargs) if kind.written else []
+        if self._blank:
+            self._keep_filled(kind, read, written)
 
         full = tuple(key)
         sizes: tuple[int, ...] | None = ()
@@ -477,6 +480,8 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
             kind.random = kind.random or bool(recipe.draws)
         if overwritten:
             _check_sizes(overwritten)
+        if kind.blank:
+            self._blank.add(self.content(result).number)
         if kind.name == "aten._pack_padded_sequence":  # recurrent layers and unpacking read the batch sizes past the dispatcher
             self._keep(self.content(result[1]), kind.name)
         return result
@@ -886,6 +891,15 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
         for each in found:
             each.made_by = None
             self._readers_of.pop(each.number, None)  # only now: where something did not fit, it may be tried again
+
+    def _keep_filled(self, kind: Kind, read: list[Content], written: list[Content]) -> None:
+        """What was allocated without content and is read now was written past the dispatcher, as PyTorch's own functions do with
+        numbers they are given (the lengths of the CTC loss): run again, the op that allocated it would not bring that back."""
+        for content in read:
+            if content.number in self._blank:
+                self._blank.remove(content.number)
+                if content not in written:
+                    self.fix(content, kind.name)
 
     def _made_from(self, content: Content) -> dict[Content, None]:
         """It, and all that can be made again only from what it holds now."""

@@ -226,6 +226,7 @@ class Kind:
     of_first  the only tensor it is given is its first argument
     written  places of arguments it writes to (a name where it is given by keyword)
     scratch  places of arguments it writes to although what it returns does not depend on them
+    blank    makes a tensor without content, which somebody is to write
     gives_back  returns nothing but the tensors it writes to
     random   draws random numbers
     foreign  none of PyTorch's own: it may draw without saying so, and is ``random`` once it did
@@ -237,6 +238,7 @@ class Kind:
 
     __slots__ = (
         "acts",
+        "blank",
         "collective",
         "entries",
         "foreign",
@@ -279,6 +281,7 @@ class Kind:
         self.collective = func.namespace in _COLLECTIVES
         self.acts = (not self.written and not schema.returns) or self.collective
         self.moves = packet in ("aten::set_", "aten::resize_", "aten::resize_as_")
+        self.blank = packet in _BLANK
         tensors = [at for at, a in enumerate(schema.arguments) if "Tensor" in str(a.type)]
         self.of_first = tensors == [0] and str(schema.arguments[0].type) == "Tensor"
         makes_views = func.is_view or torch.Tag.inplace_view in func.tags
@@ -304,6 +307,10 @@ _BATCH_NORMS = frozenset(
         "batch_norm_gather_stats_with_counts",
         "batch_norm_update_stats",
     )
+)
+
+_BLANK = frozenset(
+    f"aten::{name}" for name in ("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided")
 )
 
 _COLLECTIVES = frozenset({"c10d", "_c10d_functional", "_dtensor", "symm_mem"})  # namespaces of operators of several processes

@@ -855,6 +855,19 @@ def test_what_python_functions_write_past_the_dispatcher_stays() -> None:
     assert swept(step, x) > 5
 
 
+def test_numbers_that_pytorch_writes_past_the_dispatcher_are_not_made_again_without_them() -> None:
+    """The CTC loss puts the lengths it is given into a tensor that an operator has allocated for it."""
+    x = torch.randn(10, 3, 5).log_softmax(-1)
+    targets = torch.randint(1, 5, (3, 4))
+
+    def step() -> list[Tensor]:
+        found = [F.ctc_loss(x * i, targets, (10, 9, 8), (4, 3, 2), reduction="mean") for i in range(1, 4)]
+        push(x)
+        return found
+
+    assert swept(step, (x, targets)) > 5
+
+
 GATHERS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "tensor": lambda x, i, j: torch.tensor([[i, j], (j, i)]),
     "as_tensor": lambda x, i, j: torch.as_tensor(data=[i, j]),
