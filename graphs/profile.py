@@ -21,7 +21,7 @@ from graphs.costs import signature
 from graphs.errors import InputError
 from graphs.files import read_json, write_whole
 from graphs.rewrite import attribute, cuda_bytes, reads_seed_on_host
-from graphs.torch_private import OpOverload, storage_bytes, storage_key, tree_leaves, tree_map_only
+from graphs.torch_private import OpOverload, really, storage_bytes, storage_key, tree_leaves, tree_map_only
 
 if TYPE_CHECKING:
     from graphs.capture import Step
@@ -172,7 +172,7 @@ def _measure(node: fx.Node, device: torch.device, repeats: int) -> tuple[int, in
     """Time in ns (at least 1) and workspace in bytes of one call."""
     target: Any = node.target
     try:
-        with torch.no_grad(), torch.autocast(device.type, enabled=False):  # casts are ops of the graph already
+        with really(), torch.no_grad(), torch.autocast(device.type, enabled=False):  # casts are ops of the graph already
             args, kwargs = _arguments(node, device)
             call = functools.partial(target, *args, **kwargs)
             return _on_cuda(call, device, repeats) if device.type == "cuda" else (_on_cpu(call, repeats), 0)

@@ -35,6 +35,7 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
+    unset_fake_temporarily,
 )
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.autograd import forward_ad
@@ -104,6 +105,7 @@ __all__ = [
     "onednn_enabled",
     "parameter_inputs",
     "quiet_stand_ins",
+    "really",
     "replace_content",
     "run_and_save_rng_state",
     "run_with_rng_state",
@@ -304,6 +306,14 @@ def takes_cudnn_batch_norm(
         return False
     backend: Any = torch._C._select_batch_norm_backend(data, weight, bias, mean, var, True, eps)
     return bool(backend == torch._C._BatchNormBackend.Cudnn)  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def really() -> Iterator[None]:
+    """Run operators as eager execution does, on real tensors, while a compiler traces: it has stand-ins made by then, and looks
+    for replacements at each call."""
+    with unset_fake_temporarily(), torch._C._DisablePythonDispatcher():
+        yield
 
 
 without_autocast = torch._C._DisableAutocast  # a context: operators run in the types they are given

@@ -11,6 +11,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,9 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch._dynamo.exc import BackendCompilerFailed
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from graphs import profile
 from graphs.capture import capture
 from graphs.errors import InfeasibleBudget, InputError, NoScheduleFound
 from graphs.ir import Graph
@@ -162,6 +165,25 @@ def test_training_is_that_of_eager_to_the_last_bit(make: Any, budget: float, lin
     said = planned_bytes(lines)
     assert len(said) == 1
     assert (said[0]["again"] > 0) == (budget < 1)
+
+
+def test_op_times_are_those_of_real_tensors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The compiler's stand-ins and its replacements of operators are not what is timed."""
+    monkeypatch.setenv("BELADY_CACHE", str(tmp_path))
+    ran: list[Any] = []
+    replacing: list[bool] = []
+
+    def noted(call: Callable[[], Any], repeats: int) -> int:
+        ran.extend(tree_leaves(call()))
+        replacing.append(torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.PythonDispatcher))
+        return len(ran)
+
+    monkeypatch.setattr(profile, "_on_cpu", noted)
+    model, inputs = mlp()
+    twin = copy.deepcopy(model)
+    compiled = torch.compile(model, backend=belady, options={**TIGHT, "budget": 0.7, "costs": "measured"})
+    same(train(compiled, model, inputs), train(twin, twin, inputs))
+    assert len(ran) > 5 and not any(isinstance(result, FakeTensor) for result in ran) and not any(replacing)
 
 
 class Calls(TorchDispatchMode):
