@@ -10,7 +10,7 @@ install: $(VENV)/.installed
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
-	$(BIN)/python -c 'from planner.on_demand import compile_all; compile_all()'
+	$(BIN)/python -c 'from online.on_demand import compile_all; compile_all()'
 	touch $@
 
 demo: install

@@ -213,9 +213,8 @@ class Engine:
     @property
     def counters(self) -> Counters:
         """Counts so far."""
-        visits = self.pool.neighborhood.visits if self.pool.neighborhood else 0
         inspected = self.allocator.inspected if self.allocator else 0
-        return replace(self._counters, evaluations=self.pool.evaluations, visits=visits, inspected=inspected)
+        return replace(self._counters, evaluations=self.pool.evaluations, visits=self.pool.visits, inspected=inspected)
 
     # Declarations
 
@@ -588,6 +587,7 @@ class Engine:
         """Evict until ``op`` fits; the bytes in use while it runs."""
         counters = self._counters
         while True:
+            self.pool.hasten()
             start = time.perf_counter()
             # By the program, what was accessed last is as old as the call under way is long.
             chosen = self._victims(self.program_clock + max(1, self._time_ns[self._called]) if self.by_program else self.clock)

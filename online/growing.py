@@ -155,6 +155,8 @@ class GrowingEngine(Engine):
             if not self._pinned[s]:
                 self._unlock(s)
         super().drop(s)
+        if self.pool.compiled is not None:
+            self.pool.compiled.net.dropped[s] = True
 
     def discard(self, s: int) -> None:
         """Nothing will read storage ``s`` again."""

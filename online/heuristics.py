@@ -12,19 +12,25 @@ again whenever the last op that holds them lets go. This is the order of the aut
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from online.neighborhood import Demand, Exact, Neighborhood, Producers, Relations, UnionFind
+from planner.process.loading import undisturbed
+
+if TYPE_CHECKING:
+    from online.compiled_searches import Compiled, Slots
 
 Cost = Literal["neighborhood", "ancestors", "union_find", "producers", "demand", "local", "none"]
 
 SPARED = 2.0**-200  # what a rebuild under way will read counts as that much smaller: it goes where nothing else is left
 SMALL = 0.01  # of the mean size: what the prototype of the DTR authors never evicts to make room
+WORTH_LOADING = 3_000_000  # scores and storages looked at: takes about as long as to load what is compiled
 _UNWRITTEN = -2
 
 
@@ -114,6 +120,7 @@ class Pool:
     skip_small   storages below SMALL of the mean size of all that came into memory so far never join
     sample       a pick looks at every k-th member in the order of joining, each k uniform in 1 .. sqrt(members)
     evaluations  scores that a scan of the pool would have computed, as in the authors' counters
+    compiled     what searches faster where there is much to search; None: nothing
     """
 
     def __init__(
@@ -164,13 +171,40 @@ class Pool:
         self._outdated: set[int] = set()  # storages whose slots are to be written before they are read
         self._free: list[int] = []
         self._used = 0
-        self._at: list[int] = []  # storage in each slot
-        self._exact_at: list[int] = []  # _UNWRITTEN: nothing about its storage has been written to that slot yet
+        self._at = array("q")  # storage in each slot
+        self._exact_at = array("q")  # _UNWRITTEN: nothing about its storage has been written to that slot yet
         self._columns = np.empty((0, 0))
+        self._slots: Slots | None = None  # the arrays above, for ``compiled``
+        self.compiled: Compiled | None = None
+        self._written_only = heuristic.random or sample or heuristic.cost == "producers"
         self._grow(256)
 
     def __len__(self) -> int:
         return self._members
+
+    @property
+    def visits(self) -> int:
+        """Storages looked at to keep neighbourhood sums."""
+        return (self.neighborhood.visits if self.neighborhood else 0) + (self.compiled.visits if self.compiled else 0)
+
+    def hasten(self) -> None:
+        """Search by compiled code from now on, if searches have taken as long as loading it: it finds and counts the same."""
+        if self.compiled is None:
+            if self.evaluations + self.visits > WORTH_LOADING and not self._written_only:
+                self.compiled = undisturbed(self._load)
+                if self.neighborhood is not None:
+                    self.neighborhood.compiled = self.compiled
+        elif not self.compiled.is_exact:
+            self._written_only = True
+            if self.neighborhood is not None:
+                self.neighborhood.visits += self.compiled.visits
+                self.neighborhood.compiled = None
+            self.compiled = None
+
+    def _load(self) -> Compiled:
+        from online.compiled_searches import Compiled  # imports numba, which takes time
+
+        return Compiled(self.relations, self.neighborhood)
 
     def add(self, count: int = 1) -> None:
         """New storages, the next numbers."""
@@ -179,6 +213,8 @@ class Pool:
         self._order += [-1] * count
         self._due += [np.inf] * count
         self._spared += [False] * count
+        if self.compiled is not None:
+            self.compiled.grow(len(self._slot))
 
     def enter(self, s: int) -> None:
         """``s`` has come into memory and can be evicted from now on."""
@@ -266,12 +302,16 @@ class Pool:
     def dropped(self, s: int) -> None:
         """The program holds no reference to ``s`` any more: what is there for its sake can be worth less."""
         if self._demand is not None:
+            if self.compiled is not None:
+                self.compiled.net.dropped[s] = True
             for u in self._demand.around(s) if self.relations.evicted[s] else [s]:
                 self._worth_less(u)
             self._changes += 1
 
     def costlier(self, s: int, time_ns: int) -> None:
         """c0 of ``s`` has grown by a new view."""
+        if self.compiled is not None:
+            self.compiled.costlier(s, time_ns)
         slot = self._slot[s]
         if slot < 0 or self._exact_at[slot] == _UNWRITTEN:
             return
@@ -284,6 +324,8 @@ class Pool:
     def evicted(self, s: int) -> None:
         """``s`` has become a member of E: sums can only have grown."""
         if self.neighborhood is not None:
+            if self.compiled is not None:
+                self.compiled.net.evicted[s] = True
             self.neighborhood.evicted(s)
             self._changes += 1
 
@@ -299,6 +341,8 @@ class Pool:
         """``s`` is a member of E no more: lower the bounds to what is certain."""
         if self.neighborhood is None:
             return
+        if self.compiled is not None:
+            self.compiled.net.evicted[s] = False
         suspects, loss = self.neighborhood.restored(s)
         if loss:
             numerator, local = self._numerator[: self._used], self._local[: self._used]
@@ -333,6 +377,16 @@ class Pool:
         """The member to evict now. The pool must not be empty."""
         self._write()
         used, heuristic = self._used, self.heuristic
+        if self.compiled is not None:
+            if self._slots is None:
+                self._slots = self.compiled.slots([*self._columns, self._weight, self._score], self._at, self._exact_at)
+            found = self.compiled.pick(
+                self._slots, used, -float(self.now) if self._next_use else float(clock), self._changes, self._members,
+                heuristic.staleness, heuristic.capped and not self._next_use, heuristic.capped, heuristic.size,
+            )  # fmt: skip
+            if found is not None:
+                self.evaluations += found[1]
+                return self._at[found[0]]
         barrier, weight, score = self._barrier[:used], self._weight[:used], self._score[:used]
         if heuristic.random:
             score = self._rng.random(used) + barrier
@@ -442,6 +496,7 @@ class Pool:
     def _grow(self, slots: int) -> None:
         """Make room for ``slots`` slots."""
         before = self._columns
+        self._slots = None
         self._columns = np.zeros((6, slots))
         self._columns[:, : before.shape[1]] = before[:6] if before.size else 0.0
         self._numerator, self._local, self._size, self._accessed, self._barrier, self._ordered = self._columns

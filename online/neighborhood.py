@@ -10,7 +10,11 @@ An eviction can only raise such a sum, so a sum once computed stays a lower boun
 
 from __future__ import annotations
 
-from typing import Protocol
+from array import array
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from online.compiled_searches import Compiled
 
 UNKNOWN_LOSS = 1 << 62  # more ns than any sum
 
@@ -24,6 +28,8 @@ class Relations:
     evicted[s]     computed at least once, and not in memory now
     dropped[s]     the program holds no reference to it any more: it is read again in rebuilds only
     siblings[s]    storages made by an op that makes a view of s, without s; no entry where there are none
+    fresh          links since a flat copy was brought up to date: s and dep of each, one after the other; None without a copy
+    unlinked       whether some storage was taken out of the relations
     """
 
     def __init__(self) -> None:
@@ -33,6 +39,8 @@ class Relations:
         self.evicted: list[bool] = []
         self.dropped: list[bool] = []
         self.siblings: dict[int, list[int]] = {}
+        self.fresh: list[int] | None = None
+        self.unlinked = False
 
     def add(self, count: int = 1) -> int:
         """New storages, not related to any other yet: the number of the first."""
@@ -49,9 +57,12 @@ class Relations:
         if s != dep and dep not in self.deps[s]:
             self.deps[s].append(dep)
             self.dependents[dep].append(s)
+            if self.fresh is not None:
+                self.fresh += (s, dep)
 
     def unlink(self, s: int) -> None:
         """Take ``s`` out of the relations of all others."""
+        self.unlinked = True
         for dep in self.deps[s]:
             self.dependents[dep].remove(s)
         for dependent in self.dependents[s]:
@@ -60,9 +71,14 @@ class Relations:
 
 
 class Neighborhood(Protocol):
-    """Sums over the evicted neighbourhood, kept up to date through evictions and rebuilds."""
+    """Sums over the evicted neighbourhood, kept up to date through evictions and rebuilds.
 
-    visits: int  # storages looked at, counted as metadata accesses
+    visits    storages looked at, counted as metadata accesses
+    compiled  what walks faster where there is much to walk; None: nothing
+    """
+
+    visits: int
+    compiled: Compiled | None
 
     def evicted(self, s: int) -> None:
         """``s`` has just been evicted."""
@@ -80,12 +96,14 @@ class Neighborhood(Protocol):
 class _Walks:
     """Walks through the relations, each with marks of its own.
 
-    visits  storages met in all of them
+    visits    storages met in all of them
+    compiled  see ``Neighborhood``
     """
 
     def __init__(self, relations: Relations) -> None:
         self.relations = relations
         self.visits = 0
+        self.compiled: Compiled | None = None
         self._seen: list[int] = []  # walk in which a storage was seen last
         self._walk = 0
 
@@ -111,10 +129,15 @@ class Exact(_Walks):
     def __init__(self, relations: Relations, *, ancestors: bool = True, descendants: bool = True) -> None:
         super().__init__(relations)
         self._halves = [relations.deps] * ancestors + [relations.dependents] * descendants
-        self._descendants = descendants
+        self.descendants = descendants
         self._awaited_ns = 0
         self._awaited_reads: list[int] = []
         self._awaiting: set[int] = set()  # storages in memory whose sums count what is awaited
+
+    @property
+    def awaits(self) -> bool:
+        """Whether some sums count what is awaited."""
+        return bool(self._awaiting)
 
     def awaiting(self, reads: list[int], cost_ns: int) -> set[int]:
         """An op that reads ``reads`` waits to make what will cost ``cost_ns`` in all; nothing, once it has run.
@@ -133,10 +156,20 @@ class Exact(_Walks):
 
     def restored(self, s: int) -> tuple[list[int], int]:
         """A storage below ``s`` loses at most ``s`` and what is above it; one above ``s`` can lose everything below ``s``."""
+        suspects, above_ns = self._above(s)
+        if self._awaited_reads:
+            anew = {s, *suspects}
+            self._awaiting = (self._awaiting - anew) | anew.intersection(self._from(self._awaited_reads))
+        return suspects, self.relations.cost_ns[s] + above_ns
+
+    def _above(self, s: int) -> tuple[list[int], int]:
+        """Storages in memory whose lower halves reach ``s``, where these count; and what the evicted ones above it cost."""
+        if self.compiled is not None:
+            return self.compiled.above(s, in_memory=self.descendants)
         relations, evicted = self.relations, self.relations.evicted
         seen, walk = self._new_walk()
-        above = 0
-        suspects = []
+        above_ns = 0
+        found = []
         stack = [s]
         while stack:
             for u in relations.deps[stack.pop()]:
@@ -144,14 +177,11 @@ class Exact(_Walks):
                     seen[u] = walk
                     self.visits += 1
                     if evicted[u]:
-                        above += relations.cost_ns[u]
+                        above_ns += relations.cost_ns[u]
                         stack.append(u)
-                    elif self._descendants:
-                        suspects.append(u)
-        if self._awaited_reads:
-            anew = {s, *suspects}
-            self._awaiting = (self._awaiting - anew) | anew.intersection(self._from(self._awaited_reads))
-        return suspects, relations.cost_ns[s] + above
+                    elif self.descendants:
+                        found.append(u)
+        return found, above_ns
 
     def cost_ns(self, s: int, enough: float) -> tuple[int, bool]:
         """See ``Neighborhood``."""
@@ -215,6 +245,8 @@ class Demand(_Walks):
 
     def around(self, s: int) -> list[int]:
         """Storages in memory that are reached from ``s`` through evicted ones, against the arrows and along them."""
+        if self.compiled is not None:
+            return self.compiled.around(s)
         relations, evicted = self.relations, self.relations.evicted
         found: list[int] = []
         for edges in (relations.deps, relations.dependents):
@@ -274,9 +306,10 @@ class UnionFind:
     def __init__(self, relations: Relations) -> None:
         self.relations = relations
         self.visits = 0
-        self._node: list[int] = []  # of each storage; -1 while it is not evicted
-        self._parent: list[int] = []
-        self._sum: list[int] = []  # of a component, at its root
+        self.compiled: Compiled | None = None
+        self._node: list[int] | array[int] = []  # of each storage; -1 while it is not evicted
+        self._parent: list[int] | array[int] = []
+        self._sum: list[int] | array[int] = []  # of a component, at its root
 
     def evicted(self, s: int) -> None:
         """A new node, united with the components of all evicted neighbours."""
@@ -316,6 +349,14 @@ class UnionFind:
         roots.update([self._find(self._node[u]) for u in relations.dependents[s] if evicted[u]])
         self.visits += len(relations.deps[s]) + len(relations.dependents[s])
         return sum([self._sum[root] for root in roots]), True
+
+    def flat(self) -> tuple[array[int], array[int], array[int]]:
+        """``_node``, ``_parent`` and ``_sum``, which are arrays from now on: no sum may need more than 63 bits."""
+        missing = len(self.relations.deps) - len(self._node)
+        self._node.extend([-1] * missing)
+        if not isinstance(self._node, array):
+            self._node, self._parent, self._sum = array("q", self._node), array("q", self._parent), array("q", self._sum)
+        return self._node, self._parent, self._sum  # type: ignore[return-value]
 
     def _edges(self, s: int) -> tuple[list[int], list[int]]:
         """Whose components ``s`` joins when it is evicted."""

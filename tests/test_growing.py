@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from online import heuristics
 from online.engine import Engine, Option, OutOfMemory
 from online.growing import GrowingEngine
 from online.heuristics import HEURISTICS
@@ -16,17 +18,24 @@ from online.heuristics import HEURISTICS
 
 @pytest.mark.parametrize("heuristic", ["dtr", "dtr_eq", "lru", "demand"])
 @pytest.mark.parametrize("extra", ["", "reclaim", "counted"])
+@pytest.mark.parametrize("compiled", [False, True])
 @given(seed=st.integers(0, 2**32))
 @example(seed=8)  # in this one and the next two an op waits and holds nothing but what never goes
 @example(seed=22)
 @example(seed=108)
 @settings(max_examples=30)
-def test_it_decides_as_the_engine_does(heuristic: str, extra: str, seed: int) -> None:
+def test_it_decides_as_the_engine_does(heuristic: str, extra: str, compiled: bool, seed: int) -> None:
+    with patch.object(heuristics, "WORTH_LOADING", -1 if compiled else 1 << 62):
+        decides_as_the_engine_does(heuristic, extra, seed)
+
+
+def decides_as_the_engine_does(heuristic: str, extra: str, seed: int) -> None:
     draw = random.Random(seed)
     budget_bytes = draw.randint(6, 60)
     reclaim, options = extra == "reclaim", [Option.COUNTED] if extra == "counted" else []
     plain = Engine(budget_bytes, HEURISTICS[heuristic], reclaim=reclaim, options=[Option.YIELD, *options])
     plain._lazy = False
+    plain.pool._written_only = True
     grown = GrowingEngine(budget_bytes, HEURISTICS[heuristic], thrash_limit=float("inf"), reclaim=reclaim, options=options)
     held = plain.add_storage(3, pinned=True)
     plain.preload(held)

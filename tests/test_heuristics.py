@@ -6,11 +6,13 @@ import math
 import random
 import statistics
 from dataclasses import dataclass, field
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from online import heuristics
 from online.heuristics import HEURISTICS, Heuristic, Pool, ablation
 from online.neighborhood import Relations
 from tests.test_neighborhood import Components, exact_sum
@@ -108,10 +110,11 @@ class Scan:
         return best
 
 
+@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("name", SCORED)
 @given(seed=st.integers(0, 2**32))
 @settings(max_examples=150)
-def test_the_pool_picks_what_a_scan_picks(name: str, seed: int) -> None:
+def test_the_pool_picks_what_a_scan_picks(name: str, compiled: bool, seed: int) -> None:
     draw = random.Random(seed)
     n = draw.randint(1, 24)
     top = draw.choice([1, 4, 1000])  # small numbers make ties, zeros and infinities
@@ -132,8 +135,13 @@ def test_the_pool_picks_what_a_scan_picks(name: str, seed: int) -> None:
         pool.enter(s)
         scan.members.append(s)
     clock = 1
-    for what, s, passed in moves:
+    begins = draw.randrange(60) if compiled else len(moves)
+    for at, (what, s, passed) in enumerate(moves):
         clock += passed
+        if at == begins:
+            with patch.object(heuristics, "WORTH_LOADING", -1):
+                pool.hasten()
+            assert pool.compiled is not None
         if what == "evict" and scan.members:
             victim = pool.pick(clock)
             assert victim == scan.pick(clock)

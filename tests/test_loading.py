@@ -49,15 +49,16 @@ def test_nothing_is_left_to_compile_after_all_has_been() -> None:
     script = """
 from numba.extending import is_jitted
 from graphs.synthetic import random_layered, random_training
+from online import compiled_searches, heuristics, run
+from online.on_demand import compile_all
 from planner import keep_all, simulate
 from planner.least import pebbling_sets
 from planner.least.pebbling import fitting, least_peak
-from planner.on_demand import compile_all
 from planner.plan import solve
 from planner.walks import annealing_moves, list_walk, walk_search
 
 def compiled():
-    modules = list_walk, walk_search, annealing_moves, pebbling_sets
+    modules = compiled_searches, list_walk, walk_search, annealing_moves, pebbling_sets
     return sum(len(it.overloads) for module in modules for it in vars(module).values() if is_jitted(it))
 
 compile_all()
@@ -72,6 +73,9 @@ for graph, share, method in (
     solve(graph, budget_bytes, method=method, gap=0.0, time_limit_s=3)
     least_peak(graph, time_limit_s=1)
     next(fitting(graph, budget_bytes, time_limit_s=1), None)
+heuristics.WORTH_LOADING = 0
+for rule in heuristics.HEURISTICS:
+    run(random_training(60, 1), 0.5, heuristic=rule)
 print(before, compiled())
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)

@@ -1,0 +1,590 @@
+"""Searches of a pool and walks through its relations, compiled by numba: what is chosen and counted is as in plain Python.
+
+``online.heuristics`` and ``online.neighborhood`` say what each means. These are for many storages, or many searches: a search
+takes time per storage in memory, but a hundredth of what it takes there.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Iterable
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+
+from online.neighborhood import Demand, Exact, Neighborhood, Relations, UnionFind
+from planner.process.compiled import njit
+from planner.process.flat import Flags, Floats, Ints, rows
+from planner.process.loading import load_once
+
+BLOCK = 128  # slots whose least score is known
+NEAR = 64  # accesses on either side of the median among which the next one is looked for first
+MOST_NS = 2**51  # of all costs together: below, floats hold every sum that is made here
+
+LOCAL, WALKS, DEMAND, COMPONENTS = range(4)  # kinds of numerators: c0 alone or 1; sums over e*; of ``Demand``; of ``UnionFind``
+DEPS, DEPENDENTS = 0, 1  # the halves of all links
+
+
+class Net(NamedTuple):
+    """``Relations``, flat, and scratch.
+
+    evicted, dropped, cost_ns  of each storage
+    first, last                of each half and storage: its links in order, -1 for none
+    to, next                   of each half and link: the storage it leads to, and the link after it
+    seen, walk                 walk in which a storage was seen last; number of the last walk
+    stack, found               scratch: of a walk; what it found
+    visits                     storages met in walks so far
+    """
+
+    evicted: Flags
+    dropped: Flags
+    cost_ns: Ints
+    first: Ints
+    last: Ints
+    to: Ints
+    next: Ints
+    seen: Ints
+    walk: Ints
+    stack: Ints
+    found: Ints
+    visits: Ints
+
+
+class Slots(NamedTuple):
+    """The columns of a ``Pool``, and scratch.
+
+    lowest    least score of each block of slots
+    bracket   accesses between which the median was when it was last looked for
+    between   scratch: the accesses between
+    """
+
+    numerator: Floats
+    local: Floats
+    size: Floats
+    accessed: Floats
+    barrier: Floats
+    ordered: Floats
+    weight: Floats
+    score: Floats
+    storage: Ints
+    exact_at: Ints
+    lowest: Floats
+    bracket: Floats
+    between: Floats
+
+
+class Forest(NamedTuple):
+    """What ``UnionFind`` knows, and in which walk a root was seen last."""
+
+    node: Ints
+    parent: Ints
+    sum: Ints
+    seen: Ints
+
+
+class Compiled:
+    """The flat copy of some relations, kept up to date by those who change them, and what is compiled for it.
+
+    neighborhood  which sums count; None: none
+    """
+
+    def __init__(self, relations: Relations, neighborhood: Neighborhood | None) -> None:
+        load_once(_search_once)
+        self._relations, self._neighborhood = relations, neighborhood
+        self._dependents = False
+        self._kind = LOCAL
+        if isinstance(neighborhood, Exact):
+            self._kind, self._dependents = WALKS, neighborhood.descendants
+        elif isinstance(neighborhood, Demand):
+            self._kind = DEMAND
+        elif isinstance(neighborhood, UnionFind):
+            self._kind = COMPONENTS
+        count = len(relations.deps)
+        relations.fresh = []
+        first, last, to, after = [], [], [], []
+        for edges in (relations.deps, relations.dependents):
+            begins, ends = rows(edges)
+            some = begins[1:] > begins[:-1]
+            first.append(np.where(some, begins[:-1], -1))
+            last.append(np.where(some, begins[1:] - 1, -1))
+            following = np.arange(1, ends.size + 1)
+            following[last[-1][some]] = -1
+            to.append(ends)
+            after.append(following)
+        self._links = to[0].size
+        self._costs_ns = sum(relations.cost_ns)
+        self.net = Net(
+            np.array(relations.evicted, np.bool_),
+            np.array(relations.dropped, np.bool_),
+            np.array(relations.cost_ns, np.int64),
+            np.array(first, np.int64),
+            np.array(last, np.int64),
+            np.array(to, np.int64),
+            np.array(after, np.int64),
+            np.zeros(count, np.int64),
+            np.zeros(1, np.int64),
+            np.empty(count, np.int64),
+            np.empty(2 * count, np.int64),
+            np.zeros(1, np.int64),
+        )
+        self._no_forest = Forest(*[np.zeros(1, np.int64)] * 4)
+        self._seen = np.zeros(1, np.int64)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the copy has all that counts, and numbers that floats hold."""
+        return self._costs_ns < MOST_NS and not self._relations.unlinked
+
+    @property
+    def visits(self) -> int:
+        """Storages met here so far, as ``Neighborhood.visits`` counts them."""
+        return int(self.net.visits[0])
+
+    def costlier(self, s: int, time_ns: int) -> None:
+        """c0 of ``s`` has grown."""
+        self._costs_ns += time_ns
+        if self._costs_ns < MOST_NS:
+            self.net.cost_ns[s] += time_ns
+
+    def grow(self, storages: int) -> None:
+        """There are as many storages from now on."""
+        net, more = self.net, storages - self.net.cost_ns.size
+        if more > 0:
+            more = max(more, storages // 2)
+            none = np.full((2, more), -1)
+            self.net = net._replace(
+                evicted=_longer(net.evicted, more),
+                dropped=_longer(net.dropped, more),
+                cost_ns=_longer(net.cost_ns, more),
+                first=np.concatenate((net.first, none), axis=1),
+                last=np.concatenate((net.last, none), axis=1),
+                seen=_longer(net.seen, more),
+                stack=_longer(net.stack, more),
+                found=_longer(net.found, 2 * more),
+            )
+
+    def up_to_date(self) -> Net:
+        """The relations as they are now."""
+        fresh = self._relations.fresh
+        if fresh:
+            count = len(fresh) // 2
+            room = self.net.to.shape[1]
+            if self._links + count > room:
+                none = np.full((2, self._links + count), -1)
+                to, after = np.concatenate((self.net.to, none), axis=1), np.concatenate((self.net.next, none), axis=1)
+                self.net = self.net._replace(to=to, next=after)
+            link(self.net, np.array(fresh, np.int64), self._links)
+            self._links += count
+            fresh.clear()
+        return self.net
+
+    def around(self, s: int) -> list[int]:
+        """As ``Demand.around``."""
+        net = self.up_to_date()
+        return net.found[: around(net, s)].tolist()  # type: ignore[no-any-return]
+
+    def above(self, s: int, *, in_memory: bool) -> tuple[list[int], int]:
+        """Storages in memory that are reached from ``s`` through evicted ones, against the arrows, if wanted; cost of these."""
+        net = self.up_to_date()
+        count, cost_ns = above(net, s, in_memory)
+        return net.found[:count].tolist(), int(cost_ns)
+
+    def slots(self, columns: Iterable[Floats], storage: array[int], exact_at: array[int]) -> Slots:
+        """Those of a pool: its columns as ``Slots`` has them."""
+        count = len(storage)
+        lowest, bracket, between = np.empty(count // BLOCK + 1), np.array([-math.inf, math.inf]), np.empty(count)
+        numerator, local, size, accessed, barrier, ordered, weight, score = columns
+        return Slots(
+            numerator, local, size, accessed, barrier, ordered, weight, score,
+            np.frombuffer(storage, np.int64), np.frombuffer(exact_at, np.int64), lowest, bracket, between,
+        )  # fmt: skip
+
+    def pick(
+        self, slots: Slots, used: int, now: float, changes: int, members: int, staleness: bool, capped: bool, oldest: bool,
+        sized: bool,
+    ) -> tuple[int, int] | None:  # fmt: skip
+        """``Pool.pick``: a slot and how many scores a scan would have computed; None where that has to be done there."""
+        forest = self._no_forest
+        if isinstance(self._neighborhood, Exact) and self._neighborhood.awaits:
+            return None
+        if isinstance(self._neighborhood, UnionFind):
+            node, parent, sums = (np.frombuffer(column, np.int64) for column in self._neighborhood.flat())
+            if self._seen.size < parent.size:
+                self._seen = np.zeros(2 * parent.size, np.int64)
+            forest = Forest(node, parent, sums, self._seen)
+        net = self.up_to_date()
+        return cheapest(
+            slots, net, forest, used, now, changes, self._kind, self._dependents, members, staleness, capped, oldest, sized
+        )
+
+
+Column = TypeVar("Column", Ints, Flags)
+
+
+def _search_once() -> None:
+    relations = Relations()
+    relations.add(2)
+    tiny = Compiled(relations, Demand(relations))
+    relations.link(1, 0)
+    tiny.around(1)
+    tiny.above(1, in_memory=True)
+    slots = tiny.slots(np.zeros((8, 1)), array("q", [0]), array("q", [0]))
+    tiny.pick(slots, 1, 1.0, 1, 1, True, True, True, True)
+
+
+def _longer(column: Column, more: int) -> Column:
+    return np.concatenate((column, np.zeros(more, column.dtype)))
+
+
+@njit
+def link(net: Net, fresh: Ints, at: int) -> None:
+    """Add links, a storage and what it is computed from for each, from number ``at`` on."""
+    for a in range(0, fresh.size, 2):
+        for half in range(2):
+            s = fresh[a + half]
+            net.to[half, at] = fresh[a + 1 - half]
+            net.next[half, at] = -1
+            if net.last[half, s] >= 0:
+                net.next[half, net.last[half, s]] = at
+            else:
+                net.first[half, s] = at
+            net.last[half, s] = at
+        at += 1
+
+
+@njit
+def around(net: Net, s: int) -> int:
+    """``Demand.around``: how many are in ``found``."""
+    count = 0
+    for half in range(2):
+        net.walk[0] += 1
+        walk = net.walk[0]
+        net.stack[0] = s
+        depth = 1
+        while depth:
+            depth -= 1
+            e = net.first[half, net.stack[depth]]
+            while e >= 0:
+                u = net.to[half, e]
+                e = net.next[half, e]
+                if net.seen[u] != walk:
+                    net.seen[u] = walk
+                    net.visits[0] += 1
+                    if net.evicted[u]:
+                        net.stack[depth] = u
+                        depth += 1
+                    else:
+                        net.found[count] = u
+                        count += 1
+    return count
+
+
+@njit
+def above(net: Net, s: int, in_memory: bool) -> tuple[int, int]:
+    """``Compiled.above``: how many are in ``found``, and the cost of what is evicted."""
+    count = cost_ns = 0
+    net.walk[0] += 1
+    walk = net.walk[0]
+    net.stack[0] = s
+    depth = 1
+    while depth:
+        depth -= 1
+        e = net.first[DEPS, net.stack[depth]]
+        while e >= 0:
+            u = net.to[DEPS, e]
+            e = net.next[DEPS, e]
+            if net.seen[u] != walk:
+                net.seen[u] = walk
+                net.visits[0] += 1
+                if net.evicted[u]:
+                    cost_ns += net.cost_ns[u]
+                    net.stack[depth] = u
+                    depth += 1
+                elif in_memory:
+                    net.found[count] = u
+                    count += 1
+    return count, cost_ns
+
+
+@njit
+def walked(net: Net, s: int, dependents: bool, total: int, enough: float) -> tuple[int, bool]:
+    """``Exact.cost_ns``; ``dependents``: both halves count; ``total``: what counts beside them."""
+    for half in range(2 if dependents else 1):
+        net.walk[0] += 1
+        walk = net.walk[0]
+        net.stack[0] = s
+        depth = 1
+        while depth:
+            depth -= 1
+            e = net.first[half, net.stack[depth]]
+            while e >= 0:
+                u = net.to[half, e]
+                e = net.next[half, e]
+                if net.evicted[u] and net.seen[u] != walk:
+                    net.seen[u] = walk
+                    net.visits[0] += 1
+                    total += net.cost_ns[u]
+                    net.stack[depth] = u
+                    depth += 1
+            if total > enough:
+                return total, False
+    return total, True
+
+
+@njit
+def demanded(net: Net, s: int) -> float:
+    """``Demand.cost_ns``."""
+    wanting = 0 if net.dropped[s] else 1
+    net.walk[0] += 1
+    walk = net.walk[0]
+    net.stack[0] = s
+    depth = 1
+    while depth:
+        depth -= 1
+        e = net.first[DEPENDENTS, net.stack[depth]]
+        while e >= 0:
+            u = net.to[DEPENDENTS, e]
+            e = net.next[DEPENDENTS, e]
+            if net.evicted[u] and net.seen[u] != walk:
+                net.seen[u] = walk
+                net.visits[0] += 1
+                if net.dropped[u]:
+                    net.stack[depth] = u
+                    depth += 1
+                else:
+                    wanting += 1
+    if not wanting:
+        return 0.0
+    twice = 2 * net.cost_ns[s]
+    net.walk[0] += 1
+    walk = net.walk[0]
+    net.stack[0] = s
+    depth = 1
+    while depth:
+        depth -= 1
+        e = net.first[DEPS, net.stack[depth]]
+        while e >= 0:
+            u = net.to[DEPS, e]
+            e = net.next[DEPS, e]
+            if net.evicted[u] and net.seen[u] != walk:
+                net.seen[u] = walk
+                net.visits[0] += 1
+                twice += 2 * net.cost_ns[u] if net.dropped[u] else net.cost_ns[u]
+                net.stack[depth] = u
+                depth += 1
+    return float(max(1, twice)) * float(wanting + 1)
+
+
+@njit
+def components(net: Net, forest: Forest, s: int) -> int:
+    """``UnionFind.cost_ns``."""
+    total = 0
+    net.walk[0] += 1
+    for half in range(2):
+        e = net.first[half, s]
+        while e >= 0:
+            net.visits[0] += 1
+            u = net.to[half, e]
+            e = net.next[half, e]
+            if net.evicted[u]:
+                root = find(net, forest, forest.node[u])
+                if forest.seen[root] != net.walk[0]:
+                    forest.seen[root] = net.walk[0]
+                    total += forest.sum[root]
+    return total
+
+
+@njit
+def find(net: Net, forest: Forest, node: int) -> int:
+    """``UnionFind._find``."""
+    while forest.parent[node] != node:
+        forest.parent[node] = forest.parent[forest.parent[node]]  # halve the path
+        node = forest.parent[node]
+        net.visits[0] += 1
+    return node
+
+
+@njit
+def cheapest(
+    slots: Slots, net: Net, forest: Forest, used: int, now: float, changes: int, kind: int, dependents: bool, members: int,
+    staleness: bool, capped: bool, oldest: bool, sized: bool,
+) -> tuple[int, int]:  # fmt: skip
+    """``Pool.pick``: the slot, and how many scores a scan would have computed.
+
+    used        slots that may hold something
+    dependents  what is below counts, too, in sums over e*
+    oldest      of equals these go
+    """
+    cap = median_stale(slots, used, now) if capped else math.inf
+    size, accessed, weight, score = slots.size, slots.accessed, slots.weight, slots.score
+    for i in range(used):
+        below = 1.0
+        if staleness:
+            below = min(now - accessed[i], cap)
+        if sized:
+            below *= size[i]
+        weight[i] = below
+        priced = slots.barrier[i] == 0.0 and below != 0.0
+        score[i] = slots.numerator[i] / (below if below != 0.0 else 1.0) if priced else math.inf
+        if not score[i] < math.inf:  # 0 / 0, among others
+            score[i] = math.inf
+    blocks = (used + BLOCK - 1) // BLOCK
+    for b in range(blocks):
+        settle(slots, b, used)
+    while True:
+        lowest = math.inf
+        for b in range(blocks):
+            lowest = min(lowest, slots.lowest[b])
+        chosen = -1
+        if lowest == 0.0:  # the first of these goes if it is 0 indeed, whatever the others are
+            chosen = first_of(slots, used, lowest)
+        if kind == LOCAL or lowest == math.inf:
+            break
+        if not refined(slots, net, forest, used, changes, kind, dependents, lowest, chosen):
+            break
+    if chosen >= 0:
+        earlier = 0
+        for i in range(used):
+            if slots.barrier[i] == 0.0 and slots.ordered[i] <= slots.ordered[chosen]:
+                earlier += 1
+        return chosen, min(earlier, members)
+    return last_of(slots, used, lowest, oldest and lowest < math.inf), members
+
+
+@njit
+def settle(slots: Slots, b: int, used: int) -> None:
+    """Find the least score of a block."""
+    lowest = math.inf
+    for i in range(b * BLOCK, min(used, (b + 1) * BLOCK)):
+        lowest = min(lowest, slots.score[i])
+    slots.lowest[b] = lowest
+
+
+@njit
+def refined(
+    slots: Slots, net: Net, forest: Forest, used: int, changes: int, kind: int, dependents: bool, lowest: float, chosen: int
+) -> bool:
+    """``Pool._refine`` for bounds that stand at the minimum, if some do; ``chosen``: for it alone, unless that is -1."""
+    count, between = 0, slots.between  # scratch for numbers of slots, too
+    for b in range((used + BLOCK - 1) // BLOCK):
+        if slots.lowest[b] == lowest:
+            for i in range(b * BLOCK, min(used, (b + 1) * BLOCK)):
+                if slots.score[i] == lowest and slots.exact_at[i] != changes and (chosen < 0 or chosen == i):
+                    between[count] = i
+                    count += 1
+                    slots.score[i] = math.inf
+            settle(slots, b, used)
+    if not count:
+        return False
+    rival = math.inf
+    for b in range((used + BLOCK - 1) // BLOCK):
+        rival = min(rival, slots.lowest[b])
+    for a in range(count):
+        i = int(between[a])
+        local, below = slots.local[i], slots.weight[i]
+        most = rival * below
+        if slots.numerator[i] > most:
+            most = slots.numerator[i]
+        # Twice as far as needed, so that bounds refined again and again do not walk the same storages too often.
+        enough = 2.0 * most - local
+        exact = True
+        if kind == WALKS:
+            total, exact = walked(net, slots.storage[i], dependents, 0, enough)
+            above_line = local + total
+        elif kind == DEMAND:
+            above_line = local + demanded(net, slots.storage[i])
+        else:
+            above_line = local + components(net, forest, slots.storage[i])
+        if exact:
+            slots.exact_at[i] = changes
+        slots.numerator[i] = above_line
+        slots.score[i] = above_line / below
+        b = i // BLOCK
+        slots.lowest[b] = min(slots.lowest[b], slots.score[i])
+    return True
+
+
+@njit
+def first_of(slots: Slots, used: int, lowest: float) -> int:
+    """Of the slots with this score, the one whose storage joined first."""
+    chosen = -1
+    for b in range((used + BLOCK - 1) // BLOCK):
+        if slots.lowest[b] == lowest:
+            for i in range(b * BLOCK, min(used, (b + 1) * BLOCK)):
+                if slots.score[i] == lowest and (chosen < 0 or slots.ordered[i] < slots.ordered[chosen]):
+                    chosen = i
+    return chosen
+
+
+@njit
+def last_of(slots: Slots, used: int, lowest: float, oldest: bool) -> int:
+    """Of the members with this score, the one that joined last; of the ``oldest`` ones, if that is asked."""
+    chosen = -1
+    for b in range((used + BLOCK - 1) // BLOCK):
+        if slots.lowest[b] == lowest:
+            for i in range(b * BLOCK, min(used, (b + 1) * BLOCK)):
+                if slots.score[i] != lowest or slots.barrier[i] != 0.0:
+                    continue
+                if chosen >= 0 and oldest and slots.accessed[i] != slots.accessed[chosen]:
+                    if slots.accessed[i] < slots.accessed[chosen]:
+                        chosen = i
+                elif chosen < 0 or slots.ordered[i] > slots.ordered[chosen]:
+                    chosen = i
+    return chosen
+
+
+@njit
+def median_stale(slots: Slots, used: int, now: float) -> float:
+    """The median of the staleness of all members. From one search to the next it is an access or two further."""
+    between = slots.between
+    while True:
+        low, high = slots.bracket
+        members = before = count = 0
+        for i in range(used):
+            if slots.barrier[i] == 0.0:
+                members += 1
+                if slots.accessed[i] < low:
+                    before += 1
+                elif slots.accessed[i] <= high:
+                    between[count] = slots.accessed[i]
+                    count += 1
+        middle = members // 2 - before  # of an even number, the later one
+        if middle < count and middle >= 1 - members % 2:
+            break
+        slots.bracket[0], slots.bracket[1] = -math.inf, math.inf
+    select(between[:count], middle)
+    later = earlier = between[middle]
+    if not members % 2:
+        earlier = between[0]
+        for i in range(1, middle):
+            earlier = max(earlier, between[i])
+    left, right = max(0, middle - NEAR), min(count - 1, middle + NEAR)
+    select(between[:middle], left)
+    select(between[middle:count], right - middle)
+    slots.bracket[0], slots.bracket[1] = between[left], between[right]
+    return float((now - later) + (now - earlier)) / 2
+
+
+@njit
+def select(numbers: Floats, at: int) -> None:
+    """Put the number that belongs at ``at`` there, what is not larger left of it, what is not smaller right of it (Hoare)."""
+    start, stop = 0, numbers.size
+    while stop - start > 1:
+        pivot = numbers[(start + stop) // 2]
+        left, right = start, stop - 1
+        while left <= right:
+            while numbers[left] < pivot:
+                left += 1
+            while numbers[right] > pivot:
+                right -= 1
+            if left <= right:
+                numbers[left], numbers[right] = numbers[right], numbers[left]
+                left += 1
+                right -= 1
+        if at <= right:
+            stop = right + 1
+        elif at >= left:
+            start = left
+        else:
+            return
