@@ -13,7 +13,8 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from online.neighborhood import Demand, Exact, Neighborhood, Relations, UnionFind
+from online.allocators import FREE
+from online.neighborhood import Demand, Exact, Neighborhood, Producers, Relations, UnionFind
 from planner.process.compiled import njit
 from planner.process.flat import Flags, Floats, Ints, rows
 from planner.process.loading import load_once
@@ -22,18 +23,21 @@ BLOCK = 128  # slots whose least score is known
 NEAR = 64  # accesses on either side of the median among which the next one is looked for first
 MOST_NS = 2**51  # of all costs together: below, floats hold every sum that is made here
 
-LOCAL, WALKS, DEMAND, COMPONENTS = range(4)  # kinds of numerators: c0 alone or 1; sums over e*; of ``Demand``; of ``UnionFind``
-DEPS, DEPENDENTS = 0, 1  # the halves of all links
+MOST_CLOCK_NS = 2**46  # below, 64 bits hold what a division on the way to a price leaves, and 16 bits more
+FITS = 2**61
+WHOLE = 2**32  # a price of 1
+LOCAL, WALKS, DEMAND, COMPONENTS, PRODUCERS = range(5)  # what numerators are: c0 alone or 1, or what ``neighborhood`` has
+DEPS, DEPENDENTS, SIBLINGS = range(3)  # kinds of links, the halves of e* first
 
 
 class Net(NamedTuple):
     """``Relations``, flat, and scratch.
 
     evicted, dropped, cost_ns  of each storage
-    first, last                of each half and storage: its links in order, -1 for none
-    to, next                   of each half and link: the storage it leads to, and the link after it
+    first, last                of each kind and storage: its links in order, -1 for none
+    to, next                   of each kind and link: the storage it leads to, and the link after it
     seen, walk                 walk in which a storage was seen last; number of the last walk
-    stack, found               scratch: of a walk; what it found
+    stack, found               scratch: of a walk; what it found, or two numbers for each storage
     visits                     storages met in walks so far
     """
 
@@ -99,12 +103,15 @@ class Compiled:
         elif isinstance(neighborhood, Demand):
             self._kind = DEMAND
         elif isinstance(neighborhood, UnionFind):
-            self._kind = COMPONENTS
+            self._kind = PRODUCERS if isinstance(neighborhood, Producers) else COMPONENTS
         count = len(relations.deps)
-        relations.fresh = []
+        relations.fresh = [], []
         first, last, to, after = [], [], [], []
-        for edges in (relations.deps, relations.dependents):
+        siblings = [relations.siblings.get(s, []) for s in range(count)]
+        self._links = max(sum(map(len, relations.deps)), sum(map(len, siblings)))
+        for edges in (relations.deps, relations.dependents, siblings):
             begins, ends = rows(edges)
+            ends = np.append(ends, np.zeros(self._links - ends.size, np.int64))
             some = begins[1:] > begins[:-1]
             first.append(np.where(some, begins[:-1], -1))
             last.append(np.where(some, begins[1:] - 1, -1))
@@ -112,7 +119,6 @@ class Compiled:
             following[last[-1][some]] = -1
             to.append(ends)
             after.append(following)
-        self._links = to[0].size
         self._costs_ns = sum(relations.cost_ns)
         self.net = Net(
             np.array(relations.evicted, np.bool_),
@@ -152,7 +158,7 @@ class Compiled:
         net, more = self.net, storages - self.net.cost_ns.size
         if more > 0:
             more = max(more, storages // 2)
-            none = np.full((2, more), -1)
+            none = np.full((3, more), -1)
             self.net = net._replace(
                 evicted=_longer(net.evicted, more),
                 dropped=_longer(net.dropped, more),
@@ -166,17 +172,16 @@ class Compiled:
 
     def up_to_date(self) -> Net:
         """The relations as they are now."""
-        fresh = self._relations.fresh
-        if fresh:
-            count = len(fresh) // 2
-            room = self.net.to.shape[1]
-            if self._links + count > room:
-                none = np.full((2, self._links + count), -1)
-                to, after = np.concatenate((self.net.to, none), axis=1), np.concatenate((self.net.next, none), axis=1)
-                self.net = self.net._replace(to=to, next=after)
-            link(self.net, np.array(fresh, np.int64), self._links)
-            self._links += count
-            fresh.clear()
+        for siblings, fresh in enumerate(self._relations.fresh or ()):
+            if fresh:
+                count = len(fresh) // 2
+                if self._links + count > self.net.to.shape[1]:
+                    none = np.full((3, self._links + count), -1)
+                    to, after = np.concatenate((self.net.to, none), axis=1), np.concatenate((self.net.next, none), axis=1)
+                    self.net = self.net._replace(to=to, next=after)
+                link(self.net, np.array(fresh, np.int64), self._links, bool(siblings))
+                self._links += count
+                fresh.clear()
         return self.net
 
     def around(self, s: int) -> list[int]:
@@ -205,18 +210,39 @@ class Compiled:
         sized: bool,
     ) -> tuple[int, int] | None:  # fmt: skip
         """``Pool.pick``: a slot and how many scores a scan would have computed; None where that has to be done there."""
-        forest = self._no_forest
-        if isinstance(self._neighborhood, Exact) and self._neighborhood.awaits:
+        if self._awaits:
             return None
-        if isinstance(self._neighborhood, UnionFind):
-            node, parent, sums = (np.frombuffer(column, np.int64) for column in self._neighborhood.flat())
-            if self._seen.size < parent.size:
-                self._seen = np.zeros(2 * parent.size, np.int64)
-            forest = Forest(node, parent, sums, self._seen)
-        net = self.up_to_date()
+        net, forest = self.up_to_date(), self._forest()
         return cheapest(
             slots, net, forest, used, now, changes, self._kind, self._dependents, members, staleness, capped, oldest, sized
         )
+
+    def window(
+        self, slots: Slots, used: int, clock: int, owners: Ints, sizes: Ints, need: int, staleness: bool
+    ) -> tuple[int, int] | None:
+        """The cheapest window of pieces as ``cheapest_window`` has it, at ``Pool.prices``; (0, 0) where no run is large enough.
+
+        None: prices or their sums may need more than 64 bits, or count what is not known here.
+        """
+        net, terms = self.up_to_date(), 3 * self._links + owners.size + 1
+        if clock >= MOST_CLOCK_NS or self._costs_ns * terms >= FITS or self._kind == DEMAND or self._awaits:
+            return None
+        forest = self._forest()
+        price(slots, net, forest, used, clock, self._kind, self._dependents, staleness, owners)
+        return cheapest_run(net, owners, sizes, need)
+
+    @property
+    def _awaits(self) -> bool:
+        return isinstance(self._neighborhood, Exact) and self._neighborhood.awaits
+
+    def _forest(self) -> Forest:
+        """That of a ``UnionFind``, shared; it must be gone before that goes on."""
+        if not isinstance(self._neighborhood, UnionFind):
+            return self._no_forest
+        node, parent, sums = (np.frombuffer(column, np.int64) for column in self._neighborhood.flat())
+        if self._seen.size < parent.size:
+            self._seen = np.zeros(2 * parent.size, np.int64)
+        return Forest(node, parent, sums, self._seen)
 
 
 Column = TypeVar("Column", Ints, Flags)
@@ -231,6 +257,8 @@ def _search_once() -> None:
     tiny.above(1, in_memory=True)
     slots = tiny.slots(np.zeros((8, 1)), array("q", [0]), array("q", [0]))
     tiny.pick(slots, 1, 1.0, 1, 1, True, True, True, True)
+    other = Compiled(relations, None)
+    other.window(slots, 1, 1, np.zeros(1, np.int64), np.ones(1, np.int64), 1, True)
 
 
 def _longer(column: Column, more: int) -> Column:
@@ -238,18 +266,20 @@ def _longer(column: Column, more: int) -> Column:
 
 
 @njit
-def link(net: Net, fresh: Ints, at: int) -> None:
-    """Add links, a storage and what it is computed from for each, from number ``at`` on."""
+def link(net: Net, fresh: Ints, at: int, siblings: bool) -> None:
+    """Add links, two storages for each, from number ``at`` on: one and what it is computed from, or one and a sibling of it."""
     for a in range(0, fresh.size, 2):
-        for half in range(2):
-            s = fresh[a + half]
-            net.to[half, at] = fresh[a + 1 - half]
-            net.next[half, at] = -1
-            if net.last[half, s] >= 0:
-                net.next[half, net.last[half, s]] = at
+        for kind in range(SIBLINGS, SIBLINGS + 1) if siblings else range(SIBLINGS):
+            s, t = fresh[a], fresh[a + 1]
+            if kind == DEPENDENTS:
+                s, t = t, s
+            net.to[kind, at] = t
+            net.next[kind, at] = -1
+            if net.last[kind, s] >= 0:
+                net.next[kind, net.last[kind, s]] = at
             else:
-                net.first[half, s] = at
-            net.last[half, s] = at
+                net.first[kind, s] = at
+            net.last[kind, s] = at
         at += 1
 
 
@@ -396,6 +426,21 @@ def components(net: Net, forest: Forest, s: int) -> int:
 
 
 @njit
+def produced(net: Net, forest: Forest, s: int) -> int:
+    """``Producers.cost_ns``."""
+    total = 0
+    for kind in range(DEPS, SIBLINGS + 1, SIBLINGS - DEPS):
+        e = net.first[kind, s]
+        while e >= 0:
+            net.visits[0] += 1
+            u = net.to[kind, e]
+            e = net.next[kind, e]
+            if net.evicted[u]:
+                total += max(forest.sum[find(net, forest, forest.node[u])], net.cost_ns[u])
+    return total
+
+
+@njit
 def find(net: Net, forest: Forest, node: int) -> int:
     """``UnionFind._find``."""
     while forest.parent[node] != node:
@@ -494,6 +539,8 @@ def refined(
             above_line = local + total
         elif kind == DEMAND:
             above_line = local + demanded(net, slots.storage[i])
+        elif kind == PRODUCERS:
+            above_line = local + produced(net, forest, slots.storage[i])
         else:
             above_line = local + components(net, forest, slots.storage[i])
         if exact:
@@ -588,3 +635,59 @@ def select(numbers: Floats, at: int) -> None:
             start = left
         else:
             return
+
+
+@njit
+def price(
+    slots: Slots, net: Net, forest: Forest, used: int, clock: int, kind: int, dependents: bool, staleness: bool, owners: Ints
+) -> None:
+    """The score of each member, as ``Pool.prices`` has it, in two parts in ``found``: whole ones, and units of 1 / WHOLE.
+
+    For other owners the first is -1.
+    """
+    for s in owners:
+        if s >= 0:
+            net.found[2 * s] = -1
+    for i in range(used):
+        if slots.barrier[i] != 0.0:
+            continue
+        s = slots.storage[i]
+        cost_ns = int(slots.local[i])
+        if kind == WALKS:
+            cost_ns += walked(net, s, dependents, 0, math.inf)[0]
+        elif kind == PRODUCERS:
+            cost_ns += produced(net, forest, s)
+        elif kind == COMPONENTS:
+            cost_ns += components(net, forest, s)
+        below = max(1, clock - int(slots.accessed[i])) if staleness else 1
+        left = (cost_ns % below) << 16  # WHOLE at once might not fit
+        net.found[2 * s] = cost_ns // below
+        net.found[2 * s + 1] = (left // below << 16) + ((left % below << 16) // below)
+
+
+@njit
+def cheapest_run(net: Net, owners: Ints, sizes: Ints, need: int) -> tuple[int, int]:
+    """``cheapest_window`` of pieces at the prices in ``found``; (0, 0): none."""
+    lowest, lowest_part = -1, 0
+    first = behind = size = whole = part = start = 0
+    for end in range(owners.size):
+        s = owners[end]
+        if s >= 0 and net.found[2 * s] >= 0:
+            whole += net.found[2 * s]
+            part += net.found[2 * s + 1]
+        elif s != FREE:
+            start, size, whole, part = end + 1, 0, 0, 0
+            continue
+        size += sizes[end]
+        while size - sizes[start] >= need:
+            size -= sizes[start]
+            s = owners[start]
+            if s >= 0:
+                whole -= net.found[2 * s]
+                part -= net.found[2 * s + 1]
+            start += 1
+        if size >= need:
+            now, now_part = whole + part // WHOLE, part % WHOLE
+            if lowest < 0 or now < lowest or (now == lowest and now_part < lowest_part):
+                first, behind, lowest, lowest_part = start, end + 1, now, now_part
+    return first, behind

@@ -549,8 +549,7 @@ class Engine:
             for dep in reads:
                 relations.link(s, dep)
         if len(makes) > 1:
-            for s in makes:
-                relations.siblings.setdefault(s, []).extend([other for other in makes if other != s])
+            relations.made_together(makes)
 
     def _arrive(self, s: int) -> None:
         """Storage ``s`` has come into memory."""

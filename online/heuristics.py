@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -176,7 +176,7 @@ class Pool:
         self._columns = np.empty((0, 0))
         self._slots: Slots | None = None  # the arrays above, for ``compiled``
         self.compiled: Compiled | None = None
-        self._written_only = heuristic.random or sample or heuristic.cost == "producers"
+        self._written_only = heuristic.random or sample
         self._grow(256)
 
     def __len__(self) -> int:
@@ -199,6 +199,8 @@ class Pool:
             if self.neighborhood is not None:
                 self.neighborhood.visits += self.compiled.visits
                 self.neighborhood.compiled = None
+            if isinstance(self.neighborhood, UnionFind):
+                self.neighborhood.unflatten()
             self.compiled = None
 
     def _load(self) -> Compiled:
@@ -378,10 +380,9 @@ class Pool:
         self._write()
         used, heuristic = self._used, self.heuristic
         if self.compiled is not None:
-            if self._slots is None:
-                self._slots = self.compiled.slots([*self._columns, self._weight, self._score], self._at, self._exact_at)
+            now = -float(self.now) if self._next_use else float(clock)
             found = self.compiled.pick(
-                self._slots, used, -float(self.now) if self._next_use else float(clock), self._changes, self._members,
+                self._columns_of(self.compiled), used, now, self._changes, self._members,
                 heuristic.staleness, heuristic.capped and not self._next_use, heuristic.capped, heuristic.size,
             )  # fmt: skip
             if found is not None:
@@ -421,6 +422,27 @@ class Pool:
             lowest = float(score.min())
             equals = np.flatnonzero(score == lowest)
         return self._choose(lowest, equals)
+
+    def _columns_of(self, compiled: Compiled) -> Slots:
+        if self._slots is None:
+            self._slots = compiled.slots([*self._columns, self._weight, self._score], self._at, self._exact_at)
+        return self._slots
+
+    def window(self, clock: int, owners: Sequence[int], sizes: Sequence[int], need: int) -> tuple[int, int] | None:
+        """The cheapest run of pieces that has ``need`` bytes, by ``prices``, as (first, one past the last): see ``victims``.
+
+        None where that has to be found there; (0, 0) where no run is large enough.
+        """
+        if self.compiled is None or self.heuristic.size:
+            return None
+        self._write()
+        found = self.compiled.window(
+            self._columns_of(self.compiled), self._used, clock, np.array(owners, np.int64), np.array(sizes, np.int64), need,
+            self.heuristic.staleness,
+        )  # fmt: skip
+        if found is not None:
+            self.evaluations += self._members
+        return found
 
     def _leave_out(self, score: npt.NDArray[np.float64]) -> None:
         """Sampling: no score for those that are not looked at."""

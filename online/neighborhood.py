@@ -11,6 +11,7 @@ An eviction can only raise such a sum, so a sum once computed stays a lower boun
 from __future__ import annotations
 
 from array import array
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -28,7 +29,8 @@ class Relations:
     evicted[s]     computed at least once, and not in memory now
     dropped[s]     the program holds no reference to it any more: it is read again in rebuilds only
     siblings[s]    storages made by an op that makes a view of s, without s; no entry where there are none
-    fresh          links since a flat copy was brought up to date: s and dep of each, one after the other; None without a copy
+    fresh          links since a flat copy was brought up to date, and pairs of siblings since then: both storages of each, one
+                   after the other; None without a copy
     unlinked       whether some storage was taken out of the relations
     """
 
@@ -39,7 +41,7 @@ class Relations:
         self.evicted: list[bool] = []
         self.dropped: list[bool] = []
         self.siblings: dict[int, list[int]] = {}
-        self.fresh: list[int] | None = None
+        self.fresh: tuple[list[int], list[int]] | None = None
         self.unlinked = False
 
     def add(self, count: int = 1) -> int:
@@ -58,7 +60,15 @@ class Relations:
             self.deps[s].append(dep)
             self.dependents[dep].append(s)
             if self.fresh is not None:
-                self.fresh += (s, dep)
+                self.fresh[0].extend((s, dep))
+
+    def made_together(self, storages: Collection[int]) -> None:
+        """One op has made views of all of these."""
+        for s in storages:
+            others = [other for other in storages if other != s]
+            self.siblings.setdefault(s, []).extend(others)
+            if self.fresh is not None:
+                self.fresh[1].extend([t for other in others for t in (s, other)])
 
     def unlink(self, s: int) -> None:
         """Take ``s`` out of the relations of all others."""
@@ -357,6 +367,10 @@ class UnionFind:
         if not isinstance(self._node, array):
             self._node, self._parent, self._sum = array("q", self._node), array("q", self._parent), array("q", self._sum)
         return self._node, self._parent, self._sum  # type: ignore[return-value]
+
+    def unflatten(self) -> None:
+        """Undo ``flat``: sums may be of any size again."""
+        self._node, self._parent, self._sum = list(self._node), list(self._parent), list(self._sum)
 
     def _edges(self, s: int) -> tuple[list[int], list[int]]:
         """Whose components ``s`` joins when it is evicted."""

@@ -49,12 +49,14 @@ class Window:
         self._pool, self._arena = pool, arena
 
     def __call__(self, clock: int) -> list[int]:
-        arena, prices = self._arena, self._pool.prices(clock)
-        pieces = list(arena.pieces())
+        arena, pieces = self._arena, list(self._arena.pieces())
         arena.inspected += len(pieces)
-        prices[FREE] = 0
-        best = cheapest_window([(p.size, prices.get(p.owner)) for p in pieces], arena.short)
-        return [] if best is None else [p.owner for p in pieces[best[0] : best[1]] if p.owner != FREE]
+        owners, sizes = [p.owner for p in pieces], [p.size for p in pieces]
+        best = self._pool.window(clock, owners, sizes, arena.short)
+        if best is None:
+            prices = self._pool.prices(clock) | {FREE: 0}
+            best = cheapest_window(zip(sizes, map(prices.get, owners), strict=True), arena.short)
+        return [] if best is None else [owner for owner in owners[best[0] : best[1]] if owner != FREE]
 
 
 def cheapest_window(pieces: Iterable[tuple[int, int | None]], need: int) -> tuple[int, int] | None:

@@ -24,7 +24,17 @@ NEVER = 1 << 62
 COMPILED = tuple(name for name, it in vars(compiled_searches).items() if is_jitted(it))
 RULES = [name for name, rule in HEURISTICS.items() if not rule.random]
 CHANGED = ["demand+reclaim", "dtr_eq+counted+yield", "dtr+next_use", "demand+next_use", "lru+skip_small", "demand+ignore"]
-CHANGED += ["dtr+banish", "dtr_eq+banish", "dtr+caching", "local+arena"]
+CHANGED += [
+    "dtr+banish",
+    "dtr_eq+banish",
+    "dtr+caching",
+    "local+arena",
+    "coop",
+    "coop_e_star",
+    "dte",
+    "coop+banish",
+    "coop+reclaim",
+]
 
 
 def decided(graph: Graph, share: float, rule: str, *, after: int) -> tuple[tuple[int, ...], Counters]:
@@ -43,7 +53,7 @@ def test_a_run_is_the_same(rule: str) -> None:
             assert decided(graph, share, rule, after=after) == written
 
 
-@pytest.mark.parametrize("rule", ["demand", "dtr", "dtr_eq", "msps", "lru"])
+@pytest.mark.parametrize("rule", ["demand", "dtr", "dtr_eq", "msps", "lru", "coop", "coop_e_star", "dte"])
 def test_the_compiled_search_is_the_written_one(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     graph = random_training(15, 5)
     compiled = decided(graph, 0.6, rule, after=-1)
@@ -52,7 +62,7 @@ def test_the_compiled_search_is_the_written_one(rule: str, monkeypatch: pytest.M
     assert decided(graph, 0.6, rule, after=-1) == compiled
 
 
-@pytest.mark.parametrize("rule", ["demand", "dtr", "dtr_eq"])
+@pytest.mark.parametrize("rule", ["demand", "dtr", "dtr_eq", "coop", "dte"])
 def test_costs_that_floats_do_not_hold_are_summed_in_python(rule: str) -> None:
     graph = random_training(20, 2)
     factor = 3 * MOST_NS // graph.keep_all_time_ns  # passed in the middle of the run
@@ -72,8 +82,11 @@ def test_storages_and_links_may_be_added() -> None:
         for dep in {draw.randrange(s) for _ in range(2 * bool(s))}:
             relations.link(s, dep)
             edges.add((s, dep))
+        if s % 5 == 3:
+            relations.made_together([s - 2, s - 1, s])
+        siblings = [relations.siblings.get(t, []) for t in range(s + 1)]
         compiled.net.evicted[s] = relations.evicted[s] = s % 3 == 1
-        for half, lists in enumerate((relations.deps, relations.dependents)):
+        for half, lists in enumerate((relations.deps, relations.dependents, siblings)):
             net = compiled.up_to_date()
             for t, wanted in enumerate(lists):
                 found, link = [], net.first[half, t]
