@@ -44,6 +44,7 @@ from graphs.torch_private import (
     in_forward_mode,
     is_functorch_wrapped,
     is_operator,
+    memory_of,
     refusal_to_capture,
     storage_bytes,
     storage_key,
@@ -302,6 +303,7 @@ def capture(
         tensors.append(tensor)
     results = _results(name, joint, state, leaves, form)
     _refuse_late_writes(name, graph, sources, results)
+    _refuse_shared_constants(name, sources, tensors, results)
 
     remove_dead(graph)
     _settle(name, graph)
@@ -585,6 +587,22 @@ def _refuse_late_writes(name: str, graph: fx.Graph, sources: Sequence[Source], r
     for node, result in zip(outputs_of(graph), results, strict=True):
         if result.kind == "buffer" and node.meta.get("partitioner_tag") == "is_backward":
             raise CaptureError(written_late(name, result.name))
+
+
+def _refuse_shared_constants(
+    name: str, sources: Sequence[Source], tensors: Sequence[Tensor | None], results: Sequence[Result]
+) -> None:
+    """Refuse that a tensor the tracer knows nothing of shows what a buffer holds that changes: a step would read the old content
+    where the forward reads the new one. Parts of one memory that do not overlap may be used."""
+    new = {result.name for result in results if result.kind == "buffer"}
+    found = [(source, memory_of(tensor)) for source, tensor in zip(sources, tensors, strict=True) if tensor is not None]
+    for buffer, lies in found:
+        for other, reads in found if buffer.kind == "buffer" and buffer.name in new else ():
+            if other.kind == "constant" and max(lies.start, reads.start) < min(lies.stop, reads.stop):
+                raise CaptureError(
+                    f"{name} changes its buffer {buffer.name} in its forward, and reads a tensor in the same memory that is "
+                    f"neither parameter nor buffer; take that from the buffer in the forward"
+                )
 
 
 class _Numbering:

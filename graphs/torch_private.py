@@ -145,6 +145,14 @@ def storage_key(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+def memory_of(tensor: Tensor) -> range:
+    """Addresses from the first to the last element of a tensor; none for one without data."""
+    if isinstance(tensor, FakeTensor) or tensor.is_meta or not tensor.numel():
+        return range(0)
+    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return range(tensor.data_ptr(), tensor.data_ptr() + span * tensor.element_size())
+
+
 def storage_bytes(tensor: Tensor) -> int:
     """Bytes of the whole storage of a tensor."""
     return tensor.untyped_storage().nbytes()

@@ -837,6 +837,24 @@ def counted(model, x):
     return square(model.linear(x))
 
 
+def reads_beside(how: str) -> Step:
+    """A model that changes its buffer and then reads, as a plain attribute, what lies in its memory or beside it."""
+
+    def forward(model, x):
+        model.moving.add_(1)
+        beside = model.beside if isinstance(model.beside, Tensor) else torch.from_numpy(model.beside)
+        return square(model.linear(x) * beside)
+
+    model, memory = Lambda(forward), torch.zeros(16)
+    model.moving = memory[:8]
+    model.beside = {"view": model.moving[2:3], "array": model.moving.numpy(), "apart": memory[8:]}[how]
+    return capture(model, x8)
+
+
+def test_what_lies_beside_a_buffer_that_changes_may_be_read() -> None:
+    assert any(source.kind == "constant" for source in reads_beside("apart").sources)
+
+
 UNREGISTERED = torch.ones(8, requires_grad=True)
 
 
@@ -1137,6 +1155,8 @@ REFUSED: dict[str, tuple[Callable[[], Step], str]] = {
         lambda: capture(linear(), (x8, x8), loss=Centred(lambda c, o: setattr(c, "centre", c.centre + o.detach().mean(0)))),
         "the loss of Linear gives its buffers other tensors; .* make the loss a part of the model",
     ),
+    "view of a buffer that changes": (lambda: reads_beside("view"), "changes its buffer moving .* the same memory"),
+    "array of a buffer that changes": (lambda: reads_beside("array"), "changes its buffer moving .* take that from the buffer"),
     "attribute in place": (lambda: capture(Lambda(counted), x8), "neither parameter nor buffer.*register_buffer"),
     "counter": (lambda: with_attribute(counts_calls, n=3), r"its attribute n in its forward \(from 3 to 4\).*in a buffer"),
     "counter for later": (lambda: with_attribute(counts_calls_for_later, n=0), "changes its attribute n in its forward"),
