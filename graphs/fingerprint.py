@@ -16,7 +16,7 @@ from graphs.patching import ABSENT
 # The parts of every nn.Module that hold its tensors, its children and its mode; each has its own check.
 OWN = frozenset({"__class__", "__dict__", "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "training"})
 _HOOKS = "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
-_PLAIN = (type(None), bool, int, float, complex, str, bytes)
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1511,6 +1511,13 @@ def test_nan_among_the_inputs_is_itself():
         bind(step, (x8, 0.0))
 
 
+def test_dtypes_and_devices_may_be_inputs():
+    step = capture(Lambda(lambda m, x, d, at: square(m.linear(x).to(at, d).float())), (x8, torch.float64, torch.device("cpu")))
+    bind(step, (x8, torch.float64, torch.device("cpu")))
+    with pytest.raises(InputError, match=r"inputs\[1\] is torch.float32, but the step was captured with torch.float64"):
+        bind(step, (x8, torch.float32, torch.device("cpu")))
+
+
 class Editable(nn.Module):
     """Everything a forward can depend on and a user can edit afterwards."""
 
