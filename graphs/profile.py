@@ -10,7 +10,7 @@ import platform
 import re
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,7 +48,7 @@ def measured(
     with these versions and settings of torch, are read from the cache file and not run.
 
     CUDA  time by events around several calls, so that small ops take what it takes to launch them; workspace is the most the op
-          asked from the allocator beside its outputs
+          took from the allocator beside its outputs
     CPU   time by the clock, with torch's current number of threads; workspace is 0: the memory measured on a CPU is that of live
           storages, and what an op allocates and frees inside itself is none of them
 
@@ -217,18 +217,26 @@ def _events_ns(call: Callable[[], Any], count: int) -> float:
 
 
 def _workspace_bytes(call: Callable[[], Any], device: torch.device) -> int:
-    """Most bytes asked from the allocator during a call, its outputs aside, in whole granules.
-
-    Asked, not given: a large block may be handed out with up to 1 MiB unused, which is no property of the op.
-    """
+    """Most bytes an op takes from the allocator during a call, its outputs aside."""
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
-    before = int(torch.cuda.memory_stats(device)["requested_bytes.all.current"])
+    before = torch.cuda.memory_stats(device)
     result = call()
     torch.cuda.synchronize(device)
-    peak = int(torch.cuda.memory_stats(device)["requested_bytes.all.peak"])
     made = {storage_key(t): storage_bytes(t) for t in tree_leaves(result) if isinstance(t, Tensor) and t.is_cuda}
-    return cuda_bytes(max(0, peak - before - sum(made.values())))
+    return taken_beside(before, torch.cuda.memory_stats(device), [size for size in made.values() if size])
+
+
+def taken_beside(before: Mapping[str, int], after: Mapping[str, int], made: Sequence[int]) -> int:
+    """Most bytes taken at once between two looks at the allocator's statistics, storages of the sizes ``made`` aside.
+
+    What is given out, in granules, where that is exact (expandable segments). Elsewhere a large block may be handed out with up
+    to 1 MiB unused, which is no property of the op: at most what is asked for, and a granule for each request that is rounded up.
+    """
+    given = after["allocated_bytes.all.peak"] - before["allocated_bytes.all.current"] - sum(map(cuda_bytes, made))
+    asked = after["requested_bytes.all.peak"] - before["requested_bytes.all.current"] - sum(made)
+    requests = after["allocation.all.allocated"] - before["allocation.all.allocated"] - len(made)
+    return max(0, min(given, cuda_bytes(asked) + cuda_bytes(1) * max(0, requests - 1)))
 
 
 # Arguments.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +16,7 @@ import graphs.profile as profile
 from graphs.capture import Step, capture
 from graphs.costs import signature
 from graphs.errors import InputError
-from graphs.profile import measured
+from graphs.profile import measured, taken_beside
 from graphs.torch_private import storage_key
 from graphs.workloads import WORKLOADS, build
 
@@ -280,6 +280,24 @@ def test_an_op_that_cannot_run_alone_is_named(tmp_path: Path) -> None:
     step = capture(Lambda(lambda h, x: (h * only_ones(x)).sum()), torch.ones(4, 4))
     with pytest.raises(InputError, match=r"only_ones.* cannot be timed alone: ValueError: not all ones; use the roofline costs"):
         measured(step, cache_dir=tmp_path, repeats=1)
+
+
+def statistics(*at_once: int, blocks: Sequence[int] = ()) -> tuple[dict[str, int], dict[str, int]]:
+    """The allocator's, before and after a call that has blocks of these sizes at once; ``blocks``: what it is given."""
+    given = blocks or [-(-size // 512) * 512 for size in at_once]
+    before = {"allocated_bytes.all.current": 5120, "requested_bytes.all.current": 5000, "allocation.all.allocated": 7}
+    peaks = {"allocated_bytes.all.peak": 5120 + sum(given), "requested_bytes.all.peak": 5000 + sum(at_once)}
+    return before, {**peaks, "allocation.all.allocated": 7 + len(at_once)}
+
+
+def test_workspace_is_counted_in_the_granules_of_the_allocator() -> None:
+    """Each request is rounded up: three of 8 bytes take three granules. What a large block has too much does not count."""
+    assert taken_beside(*statistics(4000, 8, 8, 8), [4000]) == 3 * 512
+    assert taken_beside(*statistics(4000, 700, 100_000), [4000]) == 1024 + 100_352
+    assert taken_beside(*statistics(4000), [4000]) == taken_beside(*statistics(), []) == 0
+    mib = 1 << 20
+    assert taken_beside(*statistics(2 * mib, blocks=[3 * mib]), [2 * mib]) == 0
+    assert taken_beside(*statistics(2 * mib, 2 * mib, blocks=[2 * mib, 3 * mib]), [2 * mib]) == 2 * mib
 
 
 @pytest.mark.gpu
