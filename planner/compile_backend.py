@@ -137,7 +137,7 @@ def _partition(
     devices = {t.device for node in module.graph.find_nodes(op="placeholder") for t in tensors_of(node)}
     device = min(devices, key=lambda d: (d.type == "cpu", str(d)), default=torch.device("cpu"))
     options = dict(options)
-    step = with_costs(numbered("compiled_graph", module, device), str(options.pop("costs", "roofline")))
+    step = with_costs(numbered("compiled_graph", module, device), str(options.pop("costs", "auto")))
     outputs: list[Any] = [*outputs_of(module.graph)]
     sources = placeholders(step)
     primals = [node for node in sources if not node.name.startswith("tangents")]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib.metadata
+import inspect
 import logging
 import re
 import threading
@@ -24,12 +25,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from graphs import profile
-from graphs.capture import capture
+from graphs.capture import Step, capture
 from graphs.errors import InfeasibleBudget, InputError, NoScheduleFound
 from graphs.ir import Graph
 from planner import compile_backend
 from planner.compile_backend import belady
 from planner.measure import StorageMeter
+from planner.plan import plan, with_costs
 from planner.result import Plan
 from planner.schedule import with_frees
 
@@ -184,6 +186,20 @@ def test_op_times_are_those_of_real_tensors(monkeypatch: pytest.MonkeyPatch, tmp
     compiled = torch.compile(model, backend=belady, options={**TIGHT, "budget": 0.7, "costs": "measured"})
     same(train(compiled, model, inputs), train(twin, twin, inputs))
     assert len(ran) > 5 and not any(isinstance(result, FakeTensor) for result in ran) and not any(replacing)
+
+
+def test_ops_cost_what_they_cost_in_any_other_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CUDA they are measured, as their workspace counts."""
+    asked: list[str] = []
+
+    def noted(step: Step, costs: str) -> Step:
+        asked.append(costs)
+        return with_costs(step, costs)
+
+    monkeypatch.setattr(compile_backend, "with_costs", noted)
+    model, inputs = mlp()
+    torch.compile(model, backend=belady, options={**TIGHT, "budget": 1.0})(*inputs)
+    assert asked == [inspect.signature(plan).parameters["costs"].default] == ["auto"]
 
 
 class Calls(TorchDispatchMode):
