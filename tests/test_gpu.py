@@ -23,6 +23,7 @@ from graphs.errors import BudgetExceeded
 from graphs.profile import measured
 from graphs.workloads import build
 from online.runtime import run
+from planner.compile_backend import belady
 from planner.execute import PlannedModule
 from planner.execution.cuda_graph import GraphedModule
 from planner.measure import measure, resident_before_backward
@@ -244,12 +245,13 @@ class Net(nn.Module):
 
 @pytest.mark.gpu
 @needs_cuda
-def test_a_compiled_model_is_plain_pytorch() -> None:
+def test_a_compiled_model_is_plain_pytorch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("BELADY_CACHE", str(tmp_path))
     torch.manual_seed(0)
     model = Net().cuda()
     twin = copy.deepcopy(model)
     x = torch.randn(16, 16, 32, 32, device="cuda")
-    compiled = torch.compile(model, backend="belady", options={"budget": 1.0})
+    compiled = torch.compile(model, backend=belady, options={"budget": 1.0})  # by name it is known only once it is installed
     try:
         for each, function in ((model, compiled), (twin, twin)):
             torch.manual_seed(3)
