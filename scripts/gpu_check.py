@@ -19,6 +19,7 @@ import argparse
 import contextlib
 import functools
 import gc
+import importlib.util
 import itertools
 import os
 import re
@@ -82,6 +83,7 @@ FIRST_RATIOS = (0.5, 0.25, 0.75)  # of the compiler's memory budget, measured fo
 PLAN_S = 15.0  # solving one budget
 _GPU_TEST = re.compile(r"^\s*@pytest\.mark\.gpu", re.MULTILINE)
 TESTS_SHARE = 0.25  # of the time, at most, for the tests
+TEST_PROCESSES = 4  # of them at once; each takes some hundred MB of the device for itself
 
 
 class OutOfTime(BaseException):
@@ -381,6 +383,9 @@ def run_tests(folder: Path, limit_s: float, log: Callable[[str], None] = lambda 
     begin = time.perf_counter()
     # What drivers and libraries of this machine warn of is no failure of a test.
     command = [sys.executable, "-m", "pytest", "-v", "-m", "gpu", "-p", "no:cacheprovider", "-W", "default", *files]
+    processes = min(TEST_PROCESSES, os.cpu_count() or 1)
+    if processes > 1 and importlib.util.find_spec("xdist") is not None:  # most of the time goes into captures, on one core each
+        command += ["-n", str(processes)]
     try:
         done = subprocess.run(command, cwd=folder.parent, capture_output=True, text=True, timeout=limit_s)
     except subprocess.TimeoutExpired as error:

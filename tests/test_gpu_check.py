@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -223,7 +224,8 @@ def test_the_guard_interrupts_what_takes_too_long() -> None:
         pass
 
 
-def test_the_gpu_tests_are_run_and_counted(tmp_path: Path) -> None:
+def test_the_gpu_tests_are_run_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_check, "TEST_PROCESSES", 1)
     folder = tmp_path / "tests"
     folder.mkdir()
     assert run_tests(folder, 60)["status"] == "UNAVAILABLE"
@@ -240,6 +242,31 @@ def test_the_gpu_tests_are_run_and_counted(tmp_path: Path) -> None:
     (folder / "test_b.py").write_text("import pytest, time\n@pytest.mark.gpu\ndef test_it(): time.sleep(60)\n")
     row = run_tests(folder, 1, said.append)
     assert row["status"] == "UNKNOWN" and row["reason"] == "stopped after 1 s" and len(said) == 1
+
+
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="needs two cores")
+def test_the_gpu_tests_run_side_by_side(tmp_path: Path) -> None:
+    """Here each waits for the other."""
+    folder = tmp_path / "tests"
+    folder.mkdir()
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu: needs a device\n")
+    (folder / "test_both.py").write_text(
+        """
+import time
+from pathlib import Path
+import pytest
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["one", "other"])
+def test_it(name):
+    here = Path(__file__).parent
+    (here / name).touch()
+    end = time.monotonic() + 20
+    while not all((here / each).exists() for each in ("one", "other")):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+"""
+    )
+    assert run_tests(folder, 100)["status"] == "PASSED"
 
 
 @pytest.mark.parametrize("name", LARGE)
