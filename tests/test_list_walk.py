@@ -266,6 +266,16 @@ def test_a_search_with_time_for_one_walk_holds_gradients() -> None:
     assert walks.runs is not None
 
 
+def test_a_search_may_end_with_the_first_walk_that_fits() -> None:
+    graph = random_training(40, seed=1)
+    walks = WalkSearch(graph, int(0.7 * simulate(graph, keep_all(graph)).peak_bytes), seed=0)
+    walks.start(one=True)
+    assert walks.runs is not None and len(walks._leads) == 1
+    first_ns = walks.time_ns
+    walks.start()
+    assert walks.time_ns < first_ns
+
+
 def test_a_search_with_nothing_to_change_changes_nothing() -> None:
     bare = Graph("bare", (Op("small", (), (), 1), Op("large", (), (), 1, workspace_bytes=9)), (), frozenset(), frozenset())
     first = linear_network(2)

@@ -258,7 +258,9 @@ def test_plans_are_found_where_list_walks_find_none(seed: int) -> None:
     assert plan.status in (Status.FEASIBLE, Status.OPTIMAL)
 
 
-def test_smaller_and_smaller_peaks() -> None:
+@pytest.mark.parametrize("many_ops", [smallest.MANY_OPS, 0])
+def test_smaller_and_smaller_peaks(many_ops: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(smallest, "MANY_OPS", many_ops)
     graph = random_training(40, seed=0)
     found = list(smaller_and_smaller(graph, time_limit_s=5))
     peaks = [works_bytes for works_bytes, _ in found]

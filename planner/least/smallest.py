@@ -15,6 +15,7 @@ from planner.simulate import simulate
 
 LARGER = (0.001, 0.002, 0.005, 0.01, 0.02)  # by these shares
 CLOSE = 0.005  # budgets are bisected to within this share
+MANY_OPS = 10_000  # with more, walks take tenths of a second and more each: a second one is for the next budget
 STATES = 500  # of a search for one of these budgets, and no fewer than there are ops: about as many are on its path
 
 
@@ -27,7 +28,8 @@ def smallest_known(graph: Graph, *, time_limit_s: float = 10.0) -> tuple[int, Sc
 def smaller_and_smaller(graph: Graph, *, time_limit_s: float, proved_bytes: int | None = None) -> Iterator[tuple[int, Schedule]]:
     """Schedules with smaller and smaller peaks, and these: keep all, what list walks find, what searches backwards find.
 
-    Budgets are bisected between the smallest peak so far and what is proved to be too little, to within 0.5 %.
+    Budgets are bisected between the smallest peak so far and what is proved to be too little, to within 0.5 %. In large graphs
+    the first walk that fits a budget will do.
 
     time_limit_s  for all of it, half of it at most for walks, and one walk more; only keeping all is known where it is 0
     proved_bytes  no schedule needs less (default: ``least_bytes``)
@@ -68,8 +70,8 @@ def fitting_next_to(graph: Graph, budget_bytes: int, *, time_limit_s: float, pro
 
 
 def _walked(graph: Graph, budget_bytes: int, deadline: float) -> Schedule | None:
-    walks = walk_search()(graph, budget_bytes, seed=0)
-    walks.start(deadline=deadline)
+    walks, large = walk_search()(graph, budget_bytes, seed=0), len(graph.ops) > MANY_OPS
+    walks.start(deadline=deadline, one=large)
     return None if walks.runs is None else with_frees(graph, walks.runs.tolist())
 
 

@@ -107,10 +107,11 @@ class WalkSearch:
         self._followed = other._followed
         self.hurried |= other.hurried
 
-    def start(self, *, deadline: float = math.inf) -> None:
+    def start(self, *, deadline: float = math.inf, one: bool = False) -> None:
         """Follow the graph order, with the graph's outputs held once they are made or not.
 
         deadline  as ``time.perf_counter`` tells it; only the first walk begins after it
+        one       whether the first walk that fits ends it, as it is
         """
         plain = self._walk.route(range(self._ops))
         for held in (HELD, 1.0):
@@ -118,7 +119,10 @@ class WalkSearch:
                 weights = np.where(self._is_output, held, np.where(self._is_backward, factor, 1.0))
                 for far in FAR[1:]:
                     if not self._leads or time.perf_counter() < deadline:
-                        self._settle(self._walk.follow(plain, far=far, weights=weights, deadline=deadline), far, deadline)
+                        walked = self._walk.follow(plain, far=far, weights=weights, deadline=deadline)
+                        self._settle(walked, far, -math.inf if one else deadline)
+                        if one and walked.complete:
+                            return
 
     def follow(self, runs: Sequence[int], work: int = 0, *, deadline: float = math.inf) -> None:
         """Follow a sequence that holds every op, first ones in graph order (crosses rely on one order); its memory need not fit.
