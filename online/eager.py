@@ -229,7 +229,7 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
         self._died: list[Notice] = []  # of storages the program has dropped
         self._dead: list[int] = []  # contents of such storages
         self._unread: list[Known] = []  # contents nobody needs any more
-        self._blank: set[int] = set()  # contents that no operator has written or read since they were allocated
+        self._blank: set[int] = set()  # contents that no operator has written or read since they were allocated, held
         self._content_of: list[Known | None] = []  # of each storage of the engine
         self._recipe_of: list[weakref.ref[Recipe] | None] = []  # of each op of the engine
         self._log: list[Entry] = []  # of each op of the engine
@@ -481,7 +481,9 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
         if overwritten:
             _check_sizes(overwritten)
         if kind.blank:
-            self._blank.add(self.content(result).number)
+            blank = self.content(result).number
+            self._engine.hold(blank)
+            self._blank.add(blank)
         if kind.name == "aten._pack_padded_sequence":  # recurrent layers and unpacking read the batch sizes past the dispatcher
             self._keep(self.content(result[1]), kind.name)
         return result
@@ -893,11 +895,13 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
             self._readers_of.pop(each.number, None)  # only now: where something did not fit, it may be tried again
 
     def _keep_filled(self, kind: Kind, read: list[Content], written: list[Content]) -> None:
-        """What was allocated without content and is read now was written past the dispatcher, as PyTorch's own functions do with
-        numbers they are given (the lengths of the CTC loss): run again, the op that allocated it would not bring that back."""
+        """What was allocated without content and is read now was written past the dispatcher, by functions of PyTorch (the CTC
+        loss, with the lengths it is given) or of an extension. Run again, the op that allocated it would not bring that back, so
+        it was held, and stays; where it is written to now, it need not."""
         for content in read:
             if content.number in self._blank:
                 self._blank.remove(content.number)
+                self._engine.let_go(content.number)
                 if content not in written:
                     self.fix(content, kind.name)
 

@@ -118,6 +118,7 @@ _OPENS = {
     getattr(Tensor, name)
     for name in ("__array__", "__dlpack__", "data_ptr", "numpy", "share_memory_", "storage", "untyped_storage")
 }
+_OPENS.add(cast(Any, Tensor.__cuda_array_interface__).__get__)  # an address for other libraries; the getter asks for it unseen
 _READS = {getattr(Tensor, name) for name in ("__deepcopy__", "__format__", "__reduce_ex__", "__repr__", "tolist")}
 _WRITES = {getattr(Tensor, name) for name in ("apply_", "map2_", "map_")}  # to the first of the tensors they read
 # Functions that may read any tensor they are given so, those in lists too; and those that read such in lists alone.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import ctypes
 import functools
 import gc
 import io
@@ -869,6 +870,27 @@ def test_numbers_that_pytorch_writes_past_the_dispatcher_are_not_made_again_with
     assert swept(step, (x, targets)) > 5
 
 
+def test_what_an_extension_has_written_to_what_it_allocated_stays() -> None:
+    x = torch.randn(1000)
+
+    def doubled(t: Tensor) -> Tensor:
+        """As a function of C++ that is no operator."""
+        with torch._C.DisableTorchFunction():
+            made = torch.empty_like(t)
+            made.numpy()[:] = 2 * t.numpy()
+        return made
+
+    def step() -> list[Tensor]:
+        several = [x + i for i in range(3)]
+        made = doubled(x)
+        push(x)
+        found = made * several[0]
+        push(x)
+        return [found, made.add_(1).sum(), *(each.sum() for each in several)]
+
+    assert swept(step, x) > 5
+
+
 GATHERS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "tensor": lambda x, i, j: torch.tensor([[i, j], (j, i)]),
     "as_tensor": lambda x, i, j: torch.as_tensor(data=[i, j]),
@@ -1059,6 +1081,24 @@ def test_writes_through_arrays_are_not_lost() -> None:
         emptied.untyped_storage().resize_(0)
         push(x)
         return [before, after, other]
+
+    assert swept(step, x) > 5
+
+
+def test_writes_through_the_address_that_other_libraries_ask_for_are_not_lost() -> None:
+    x = torch.randn(1000)
+    ones = torch.ones(1000).numpy()
+
+    def step() -> list[Tensor]:
+        several = [x + i for i in range(3)]
+        y = x * 2
+        with contextlib.suppress(AttributeError):  # on the CPU there is none, after all
+            _ = y.__cuda_array_interface__
+        with torch._C.DisableTorchFunction():
+            address = y.data_ptr()
+        ctypes.memmove(address, ones.ctypes.data, ones.nbytes)
+        push(x)
+        return [y.sum(), *(each.sum() for each in several)]
 
     assert swept(step, x) > 5
 
