@@ -50,8 +50,10 @@ def compile_all() -> None:
     """Compile what is compiled when it is first used, and keep it on disk: some ten seconds that no time limit counts."""
     from planner.least.pebbling import least_peak
     from planner.process.loading import TINY
+    from planner.stages.exhaustive import cheapest
     from planner.walks.annealing import Annealer
 
     walk_search()(TINY, 1, 0)
     Annealer(TINY, range(1), 1, 0, keep_order=True)
     least_peak(TINY)
+    cheapest(TINY, 1)

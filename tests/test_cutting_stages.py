@@ -943,4 +943,4 @@ def test_that_nothing_is_cheaper_by_the_gap_closes_it(gap: float, budget_bytes: 
     assert best is not None
     search = StageSearch(graph, budget_bytes, gap, 60.0, None, seed=0, any_order=False)
     search.offer(with_frees(graph, best), "known")
-    assert cutting_stages._exhaust(search, cutting_stages.MOST_STATES, gap) and search.closed()
+    assert cutting_stages._exhaust(search, cutting_stages.MOST_LOOKS, gap) and search.closed()

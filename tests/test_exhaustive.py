@@ -4,16 +4,41 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
+import torch
+from torch import nn
 
+from graphs.ir import Graph
 from graphs.synthetic import random_training
-from planner import keep_all, simulate, solve
+from planner import keep_all, plan, simulate, solve
 from planner.methods import cutting_stages
 from planner.schedule import in_graph_order, with_frees
 from planner.stages import events as stage_events
-from planner.stages.exhaustive import cheapest
+from planner.stages import exhaustive, exhaustive_states
+from planner.stages.exhaustive import Exhaustive, Searched, cheapest
 from tests.oracles import least_time
 from tests.strategies import random_budget, random_graph
+
+COMPILED = (
+    "index_of",
+    "bytes_of",
+    "owed_ns",
+    "slot_of",
+    "rehash",
+    "is_before",
+    "push",
+    "pop",
+    "free_one",
+    "run_ops",
+    "advance",
+)
+
+
+def deep(layers: int, seed: int, share: float = 0.75) -> tuple[Graph, int]:
+    """A random training step, and a budget."""
+    graph = random_training(layers, seed)
+    return graph, int(share * simulate(graph, keep_all(graph)).peak_bytes)
 
 
 @pytest.mark.parametrize("effect", [False, True])
@@ -43,7 +68,7 @@ def test_where_nothing_is_cheaper_the_bound_says_so() -> None:
         assert cheapest(graph, budget_bytes, below_ns=best[0]).bound_ns == best[0]
         assert cheapest(graph, budget_bytes, below_ns=best[0] + 1).bound_ns == best[0]
         proved: list[int] = []
-        stopped = cheapest(graph, budget_bytes, states=10, proves=proved.append)
+        stopped = cheapest(graph, budget_bytes, looks=10, proves=proved.append)
         assert stopped.runs is None and graph.keep_all_time_ns <= stopped.bound_ns <= best[0]
         assert proved == sorted(set(proved)) and (not proved or proved[-1] == stopped.bound_ns)
         checked += 1
@@ -69,3 +94,53 @@ def test_a_small_graph_is_closed_by_either_of_two_ways(monkeypatch: pytest.Monke
     monkeypatch.setattr(stage_events, "_before", lambda *_: None)
     left_ns = bound_ns(1.0)
     assert left_ns is not None and left_ns < best[0]
+
+
+def test_what_is_compiled_does_what_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    cases = [(graph, random_budget(graph, seed)) for seed in range(20) for graph in [random_graph(seed, effect=True)]]
+    cases += [deep(4, seed) for seed in range(5)]
+
+    def found() -> list[Searched]:
+        return [cheapest(graph, budget_bytes, looks=2_000) for graph, budget_bytes in cases]
+
+    compiled = found()
+    for name in COMPILED:
+        monkeypatch.setattr(exhaustive_states, name, getattr(exhaustive_states, name).py_func)
+    with np.errstate(all="raise"):
+        assert found() == compiled
+
+
+def test_it_goes_on_where_it_was_stopped() -> None:
+    stopped = 0
+    for seed in range(2, 8):
+        graph, budget_bytes = deep(8, seed)
+        whole, search = cheapest(graph, budget_bytes), Exhaustive(graph, budget_bytes)
+        found, bounds = search.go_on(looks=7), [0.0]
+        while found.runs is None and math.isfinite(found.bound_ns):
+            stopped += 1
+            bounds.append(found.bound_ns)
+            assert search.bound_ns == found.bound_ns <= whole.bound_ns
+            found = search.go_on(looks=53)
+        assert found == whole and bounds == sorted(bounds), seed
+    assert stopped > 20
+
+
+def test_room_for_nodes_and_states_grows(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, budget_bytes = deep(12, 0)
+    found = cheapest(graph, budget_bytes)
+    assert found.runs is not None
+    monkeypatch.setattr(exhaustive, "ROOM", 2)
+    assert cheapest(graph, budget_bytes) == found
+    monkeypatch.setattr(exhaustive, "MOST_BYTES", 20_000)
+    left = cheapest(graph, budget_bytes)
+    assert left.runs is None and graph.keep_all_time_ns <= left.bound_ns <= found.bound_ns
+
+
+def test_half_of_the_memory_of_a_small_network_is_solved_at_once() -> None:
+    """Stage models have left 8 % open there after 20 seconds."""
+    layers = [nn.Sequential(nn.Linear(256, 256), nn.ReLU()) for _ in range(8)]
+    batch = torch.randn(2048, 256), torch.randint(0, 10, (2048,))
+    model = nn.Sequential(*layers, nn.Linear(256, 10))
+    found = plan(model, 0.5, inputs=batch, loss=nn.CrossEntropyLoss(), time_limit_s=20.0)
+    assert found.status == "OPTIMAL" and found.notes["found_by"] == "A*"
+    assert found.overhead is not None and found.overhead > 1.0

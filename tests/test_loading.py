@@ -55,10 +55,11 @@ from planner import keep_all, simulate
 from planner.least import pebbling_sets
 from planner.least.pebbling import fitting, least_peak
 from planner.plan import solve
+from planner.stages import exhaustive_states
 from planner.walks import annealing_moves, list_walk, walk_search
 
 def compiled():
-    modules = compiled_searches, list_walk, walk_search, annealing_moves, pebbling_sets
+    modules = compiled_searches, list_walk, walk_search, annealing_moves, pebbling_sets, exhaustive_states
     return sum(len(it.overloads) for module in modules for it in vars(module).values() if is_jitted(it))
 
 compile_all()

@@ -23,7 +23,6 @@ from planner.result import Plan
 from planner.schedule import Schedule, computes, first_runs, in_graph_order, keep_all, put_in_graph_order, renumbered, with_frees
 from planner.solvers.milp import Answer, Outcome
 from planner.stages.events import LARGE, missing, tightest
-from planner.stages.exhaustive import cheapest
 from planner.stages.first_schedules import follow_guides, pebble, prove_least, try_blocks
 from planner.stages.model import TINY, Event, StageModel, Walk, stage_model, walk, with_end
 from planner.stages.order_search import anneal_on, search_orders
@@ -47,7 +46,9 @@ COARSE_DISTANCE, HALF, FEWER, HOPELESS_VARIABLES, COARSE_SHARE, COARSE_WORK = 0.
 ANNEAL_SHARE, ORDERS_SHARE = 0.4, 0.75
 WALKS_SHARE = 0.2  # of the time left, for their first list walks
 LAST_S = 0.5  # for list walks where there was no time to look for anything
-SMALL_OPS, FEW_STATES, MOST_STATES = 40, 50_000, 6_000_000  # of graphs to look through, early and in the end
+# Graphs of so many ops are looked through: this many nodes of A* after the first model; before each MILP that may take long,
+# twice as many as so far, if nothing has proved more; and all there is time for in the end.
+SMALL_OPS, FEW_LOOKS, MOST_LOOKS = 150, 60_000, 1_000_000_000
 IDLE_ROUNDS = 4  # stop after as many searches in a row that found nothing
 CHEAP_ROUNDS, CHEAP_VARIABLES = 3, 1_500  # what is this small is solved more exactly than asked:
 EXACT = 0.02  # to this share of the asked gap, where that takes
@@ -123,7 +124,7 @@ def _run(search: StageSearch, start: Schedule | None) -> None:
         _reorder(search, ORDERS_SHARE, anew=True)
     if search.done():
         return
-    if _rounds(search) and not _exhaust(search, MOST_STATES, search.gap):
+    if _rounds(search) and not _exhaust(search, MOST_LOOKS, search.gap):
         _search_on(search)
 
 
@@ -236,6 +237,8 @@ def _rounds(search: StageSearch) -> bool:
         relaxed = answer is not None
         if answer is None:
             if round_.is_dear:
+                if search.exhaustive_leads and _exhaust(search, 2 * search.looks, search.gap):
+                    return False
                 _before_long(search, model)
                 if search.done(round_.asked.aim):
                     return False
@@ -254,7 +257,7 @@ def _rounds(search: StageSearch) -> bool:
             return False
         if round_.number == BLOCKS_ROUND:
             try_blocks(search)
-        if round_.number == 1 and _exhaust(search, FEW_STATES, EXACT * search.gap):
+        if round_.number == 1 and _exhaust(search, FEW_LOOKS, EXACT * search.gap):
             return False
         if round_.number == 1 and not search.elsewhere:
             guide = None if answer.values is None else partial(follow_guides, search, round_.closed_graph, round_.events[0])
@@ -363,16 +366,15 @@ def _none_in_order(search: StageSearch, *, ask: bool) -> None:
         search.notes["order"] = "first executions are not in graph order, in which no schedule fits"
 
 
-def _exhaust(search: StageSearch, states: int, aim: float) -> bool:
-    """Look through the schedules of a small graph in its order, through so many states at most, for what closes the gap to
-    ``aim``; whether that is all there is."""
+def _exhaust(search: StageSearch, looks: int, aim: float) -> bool:
+    """Look through the schedules of a small graph in its order, at so many nodes at most, for what closes the gap to ``aim``;
+    whether that is all there is."""
     if len(search.graph.ops) > SMALL_OPS or search.done():
         return False
-    found = cheapest(
-        search.graph,
-        search.budget_bytes,
+    search.looks += looks
+    found = search.exhaustive.go_on(
         below_ns=math.inf if search.time_ns is None else search.time_ns - math.floor(aim * search.time_ns),
-        states=states,
+        looks=looks,
         deadline=search.deadline,
         proves=partial(search.raise_bound, restricted=False),
     )

@@ -17,7 +17,8 @@ from planner.walks.annealing import LAST
 
 SHRINK = (0.97, 0.94, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5)  # budgets of the one-event MILPs that list walks follow
 IDLE_GUIDES = 2  # so many of them in a row that help no further are the last ones
-BLOCKS_SHARE, FINE_GRID, BLOCKS_WORK = 0.15, {"peaks": 12, "saves": 8}, 4_000_000  # of the time left, for a chain of blocks
+BLOCKS_SHARE, FINE_GRID = 0.15, {"peaks": 12, "saves": 8}  # of the time left, for a chain of blocks
+BLOCKS_WORK, WORK_PER_OP = 4_000_000, 8_000  # ops of walks along what comes of it at most, and for each op of the graph
 # Sets of values to visit, and share of the time left, at most, where nothing fits so far; moves, and ops of walks, for making
 # that cheaper at a time, and what is much.
 PEBBLE_STATES, PEBBLE_SHARE, PEBBLE_MOVES, PEBBLE_WORK, MUCH = 4_000, 0.15, 1_000_000, 500_000, 0.03
@@ -41,7 +42,9 @@ def try_blocks(search: StageSearch, *, scarce: bool = False) -> None:
         # Blocks make some gradients of weights early and put others off; in graph order some do not fit.
         ordered = put_in_graph_order(search.graph, computes(schedule))
         found = search.offer(with_frees(search.graph, ordered), "blocks")
-        search.follow(ordered, BLOCKS_WORK if search.time_ns is None or found.time_ns <= search.time_ns else 0)
+        is_best = search.time_ns is None or found.time_ns <= search.time_ns
+        if not search.done():
+            search.follow(ordered, min(BLOCKS_WORK, WORK_PER_OP * len(search.graph.ops)) if is_best else 0)
 
 
 def prove_least(search: StageSearch, *, longer: bool = False) -> Schedule | None:

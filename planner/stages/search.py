@@ -14,6 +14,7 @@ from planner.incumbent import Incumbent
 from planner.on_demand import annealed_walks, walk_search
 from planner.schedule import computes, first_runs, in_graph_order, with_frees
 from planner.stages.coarsening import Coarse, coarsen
+from planner.stages.exhaustive import Exhaustive
 
 if TYPE_CHECKING:
     from planner.walks.walk_search import WalkSearch
@@ -36,6 +37,7 @@ class StageSearch(Incumbent):
     reordered: bool = field(default=False, init=False)  # whether other orders have been searched
     chained: bool = field(default=False, init=False)
     coarsened: bool = field(default=False, init=False)  # whether a coarser graph has been solved
+    looks: int = field(default=0, init=False)  # nodes that A* may have looked at so far
     relaxes: bool = field(default=True, init=False)  # whether relaxations are worth their time
     stalled: int = field(default=0, init=False)  # how many of them in a row have hardly raised the bound
     climbed: float = field(default=0.0, init=False)  # how far the last one raised it, as a share of what is left to the incumbent
@@ -54,6 +56,16 @@ class StageSearch(Incumbent):
         """
         search = walk_search() if self.trained else annealed_walks()
         return search(self.graph, self.budget_bytes, self.seed)
+
+    @cached_property
+    def exhaustive(self) -> Exhaustive:
+        """A* over what is in memory, for small graphs."""
+        return Exhaustive(self.graph, self.budget_bytes)
+
+    @property
+    def exhaustive_leads(self) -> bool:
+        """Whether A* has been asked, and has proved as much as anything has."""
+        return self.looks > 0 and self.exhaustive.bound_ns >= self.searched_ns
 
     @cached_property
     def trained(self) -> bool:
