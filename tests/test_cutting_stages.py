@@ -242,7 +242,7 @@ def test_without_some_part_the_optimum_is_the_same(part: str, monkeypatch: pytes
         monkeypatch.setattr(cutting_stages, "solve_relaxed", lambda search, model, rows, *_: (None, rows))
     elif part == "whole ones only":
         monkeypatch.setattr(stage_solving, "PARTS", 1.0)
-    monkeypatch.setattr(cutting_stages, "FEW_STATES", 0)  # else A* closes most of these in the first round
+    monkeypatch.setattr(cutting_stages, "FEW_LOOKS", 0)  # else A* closes most of these in the first round
     checked, proved, in_rounds = optima(gap=1e-9 if part == "small values" else 0.0)
     assert checked >= 35
     assert in_rounds >= 8 or part == "re-runs"
@@ -288,11 +288,22 @@ def test_small_graphs_are_looked_through_before_anything_that_takes_long(monkeyp
 
 
 def test_with_a_coarser_graph_first_the_optimum_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cutting_stages, "FEW_STATES", 0)
+    monkeypatch.setattr(cutting_stages, "FEW_LOOKS", 0)
     sizes = coarser_first(monkeypatch)
     checked, proved, _ = optima()
     assert checked >= 35 and proved >= 35
     assert len(sizes) >= 10
+
+
+def test_what_a_chain_of_blocks_has_proved_to_be_the_least_is_not_improved(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = random_training(12, 0)
+    whole = keep_all(graph)
+    monkeypatch.setattr(first_schedules, "is_chain", lambda graph: True)
+    monkeypatch.setattr(first_schedules, "block_schedule", lambda *_, **__: (whole, {}))
+    monkeypatch.setattr(StageSearch, "follow", lambda *_: pytest.fail("there is nothing to gain"))
+    search = StageSearch(graph, simulate(graph, whole).peak_bytes, gap=0.0, time_limit_s=60.0, seed=0)
+    try_blocks(search)
+    assert search.closed()
 
 
 def test_the_time_limit_is_kept_with_a_coarser_graph(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -688,8 +699,11 @@ def test_the_order_of_what_almost_fits_is_solved_for(monkeypatch: pytest.MonkeyP
     assert found.restricted_bound_ns is not None and found.restricted_bound_ns > graph.keep_all_time_ns
 
 
-@pytest.mark.parametrize("quiet", [0, 1, 2, 20])
-def test_a_progress_that_ever_raises_loses_nothing(quiet: int) -> None:
+@pytest.mark.parametrize(
+    "quiet, graph, budget_bytes",
+    [(0, chain(40), 29), (1, chain(40), 29), (2, random_training(12, 2), 700), (20, random_training(12, 5), 783)],
+)
+def test_a_progress_that_ever_raises_loses_nothing(quiet: int, graph: Graph, budget_bytes: int) -> None:
     told: list[int | None] = []
 
     def progress(time_ns: int | None, **_: object) -> None:
@@ -697,7 +711,7 @@ def test_a_progress_that_ever_raises_loses_nothing(quiet: int) -> None:
         if len(told) > quiet:
             raise KeyboardInterrupt
 
-    found = solve(chain(40) if quiet < 2 else random_training(12, 2), 29 if quiet < 2 else 700, progress=progress)
+    found = solve(graph, budget_bytes, progress=progress)
     assert found.notes["stopped"] == "interrupted" and len(told) == quiet + 1
     assert found.time_ns is not None and all(found.time_ns <= time_ns for time_ns in told if time_ns is not None)
 
@@ -826,11 +840,12 @@ def test_blocks_that_are_dearer_than_what_is_known_are_not_improved(known: bool,
     if known:
         search.offer(with_frees(graph, runs), "start")
     try_blocks(search)
-    assert followed == [0 if known else first_schedules.BLOCKS_WORK]
+    assert followed == [0 if known else first_schedules.WORK_PER_OP * len(graph.ops)]
 
 
 @pytest.mark.parametrize("large", [True, False])
 def test_blocks_are_tried_before_a_large_milp_where_the_bound_is_far(large: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cutting_stages, "FEW_LOOKS", 0)  # else A* closes it
     blocks: list[None] = []
     milps: list[tuple[bool, bool]] = []  # those after the first: the bound is far away, blocks were tried
     minimise = cutting_stages.solve_whole
@@ -854,6 +869,7 @@ def test_blocks_are_tried_before_a_large_milp_where_the_bound_is_far(large: bool
 
 @pytest.mark.parametrize("far", [True, False])
 def test_blocks_are_tried_at_once_where_the_first_walks_are_far_off(far: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cutting_stages, "FEW_LOOKS", 0)  # else A* closes it
     rounds: list[int] = []
     monkeypatch.setattr(cutting_stages, "try_blocks", lambda search: rounds.append(search.notes["rounds"]))
     monkeypatch.setattr(stage_search, "FAR_AWAY", 0.0 if far else math.inf)
@@ -863,6 +879,7 @@ def test_blocks_are_tried_at_once_where_the_first_walks_are_far_off(far: bool, m
 
 
 def test_walks_follow_smaller_budgets_until_that_is_of_no_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cutting_stages, "FEW_LOOKS", 0)  # else A* closes it
     asked: list[int] = []
     whole = first_schedules.stage_model
 

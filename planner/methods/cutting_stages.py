@@ -47,8 +47,8 @@ ANNEAL_SHARE, ORDERS_SHARE = 0.4, 0.75
 WALKS_SHARE = 0.2  # of the time left, for their first list walks
 LAST_S = 0.5  # for list walks where there was no time to look for anything
 # Graphs of so many ops are looked through: this many nodes of A* after the first model; before each MILP that may take long,
-# twice as many as so far, if nothing has proved more; and all there is time for in the end.
-SMALL_OPS, FEW_LOOKS, MOST_LOOKS = 150, 60_000, 1_000_000_000
+# twice as many as so far, if nothing has proved more; and all there is time for in the end, in graphs of few ops in any case.
+SMALL_OPS, FEW_OPS, FEW_LOOKS, MOST_LOOKS = 150, 40, 60_000, 1_000_000_000
 IDLE_ROUNDS = 4  # stop after as many searches in a row that found nothing
 CHEAP_ROUNDS, CHEAP_VARIABLES = 3, 1_500  # what is this small is solved more exactly than asked:
 EXACT = 0.02  # to this share of the asked gap, where that takes
@@ -124,8 +124,10 @@ def _run(search: StageSearch, start: Schedule | None) -> None:
         _reorder(search, ORDERS_SHARE, anew=True)
     if search.done():
         return
-    if _rounds(search) and not _exhaust(search, MOST_LOOKS, search.gap):
-        _search_on(search)
+    if _rounds(search):
+        has_last_word = search.exhaustive_leads or len(graph.ops) <= FEW_OPS
+        if not (has_last_word and _exhaust(search, MOST_LOOKS, search.gap)):
+            _search_on(search)
 
 
 def _reorder(search: StageSearch, share: float, *, anew: bool = False) -> None:

@@ -35,10 +35,8 @@ from planner.process.loading import TINY, load_once, undisturbed
 if TYPE_CHECKING:
     from planner.stages.exhaustive_states import Nodes, Problem, States
 
-FIRST_LOOKS, MORE_LOOKS = (
-    2_000,
-    10,
-)  # nodes for what is due after one first execution, and how many times as many in the next pass
+FIRST_LOOKS = 2_000  # nodes to look at for what is due after a first execution,
+MORE_LOOKS = 10  # and so many times as many in the next pass
 ROOM = 1 << 13  # nodes and states to begin with
 _NEVER = 1 << 60  # extra time that no schedule takes
 CHUNK = 20_000  # nodes between two looks at the clock; some 50 ms
