@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from graphs.ir import Graph
-from graphs.synthetic import random_training
+from graphs.synthetic import chain, random_training
 from planner import keep_all, plan, simulate, solve
 from planner.methods import cutting_stages
 from planner.schedule import in_graph_order, with_frees
@@ -144,3 +144,11 @@ def test_half_of_the_memory_of_a_small_network_is_solved_at_once() -> None:
     found = plan(model, 0.5, inputs=batch, loss=nn.CrossEntropyLoss(), time_limit_s=20.0)
     assert found.status == "OPTIMAL" and found.notes["found_by"] == "A*"
     assert found.overhead is not None and found.overhead > 1.0
+
+
+@pytest.mark.parametrize("budget_bytes", [3, 4, 5])
+def test_years_are_not_infinite(budget_bytes: int) -> None:
+    """What counts as never must not be met by a graph whose ops take that long."""
+    moments, years = (solve(chain(5, time_ns=time_ns), budget_bytes, gap=0.0, time_limit_s=5.0) for time_ns in (1, 1 << 57))
+    assert moments.status == "OPTIMAL" and years.schedule is not None
+    assert years.overhead == pytest.approx(moments.overhead)

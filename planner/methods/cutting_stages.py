@@ -23,6 +23,7 @@ from planner.result import Plan
 from planner.schedule import Schedule, computes, first_runs, in_graph_order, keep_all, put_in_graph_order, renumbered, with_frees
 from planner.solvers.milp import Answer, Outcome
 from planner.stages.events import LARGE, missing, tightest
+from planner.stages.exhaustive import LONGEST_NS
 from planner.stages.first_schedules import follow_guides, pebble, prove_least, try_blocks
 from planner.stages.model import TINY, Event, StageModel, Walk, stage_model, walk, with_end
 from planner.stages.order_search import anneal_on, search_orders
@@ -371,7 +372,7 @@ def _none_in_order(search: StageSearch, *, ask: bool) -> None:
 def _exhaust(search: StageSearch, looks: int, aim: float) -> bool:
     """Look through the schedules of a small graph in its order, at so many nodes at most, for what closes the gap to ``aim``;
     whether that is all there is."""
-    if len(search.graph.ops) > SMALL_OPS or search.done():
+    if len(search.graph.ops) > SMALL_OPS or search.base >= LONGEST_NS or search.done():
         return False
     search.looks += looks
     found = search.exhaustive.go_on(

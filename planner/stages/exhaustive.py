@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 FIRST_LOOKS = 2_000  # nodes to look at for what is due after a first execution,
 MORE_LOOKS = 10  # and so many times as many in the next pass
 ROOM = 1 << 13  # nodes and states to begin with
-_NEVER = 1 << 60  # extra time that no schedule takes
+_NEVER = 1 << 60  # extra time that no schedule takes,
+LONGEST_NS = 1 << 50  # of a graph that takes less: what is paid and owed stays within 64 bits
 CHUNK = 20_000  # nodes between two looks at the clock; some 50 ms
 MOST_BYTES = 1 << 30  # of nodes and states
 
