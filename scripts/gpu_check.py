@@ -386,20 +386,28 @@ def run_tests(folder: Path, limit_s: float, log: Callable[[str], None] = lambda 
     processes = min(TEST_PROCESSES, os.cpu_count() or 1)
     if processes > 1 and importlib.util.find_spec("xdist") is not None:  # most of the time goes into captures, on one core each
         command += ["-n", str(processes)]
-    try:
-        done = subprocess.run(command, cwd=folder.parent, capture_output=True, text=True, timeout=limit_s)
-    except subprocess.TimeoutExpired as error:
-        log(error.stdout.decode(errors="replace") if isinstance(error.stdout, bytes) else str(error.stdout))
-        return {**row, "status": "UNKNOWN", "reason": f"stopped after {limit_s:.0f} s", "wall_s": time.perf_counter() - begin}
-    last = next((line for line in reversed(done.stdout.splitlines()) if line.strip()), "")
+    with subprocess.Popen(
+        command, cwd=folder.parent, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0
+    ) as process:
+        try:
+            said, errors = process.communicate(timeout=limit_s)
+        except BaseException as error:  # Ctrl-C too
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # its own processes would go on beside what is measured next
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
+            log(error.stdout.decode(errors="replace") if isinstance(error.stdout, bytes) else str(error.stdout))
+            return {**row, "status": "UNKNOWN", "reason": f"stopped after {limit_s:.0f} s", "wall_s": time.perf_counter() - begin}
+    last = next((line for line in reversed(said.splitlines()) if line.strip()), "")
     counts = {what: int(number) for number, what in re.findall(r"(\d+) (passed|failed|skipped|errors?|deselected)", last)}
-    failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-    if done.returncode not in (0, 1, 5) and not failed:
-        failed = [line for line in done.stderr.splitlines() if line.strip()][-1:]
-    status = "PASSED" if done.returncode == 0 and counts.get("passed") else "SKIPPED" if done.returncode in (0, 5) else "FAILED"
+    failed = [line for line in said.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    if process.returncode not in (0, 1, 5) and not failed:
+        failed = [line for line in errors.splitlines() if line.strip()][-1:]
+    code = process.returncode
+    status = "PASSED" if code == 0 and counts.get("passed") else "SKIPPED" if code in (0, 5) else "FAILED"
     reason = "; ".join(failed)[:2000] or None
     if status != "PASSED":
-        log(f"{done.stdout}\n{done.stderr}")
+        log(f"{said}\n{errors}")
     return {**row, "status": status, "tests": counts, "reason": reason, "wall_s": time.perf_counter() - begin}
 
 
@@ -455,7 +463,7 @@ class Session:
         if self.device == "cuda":
             self._settings["deterministic"] = self.arguments.deterministic
         rows = (row for row in self.file.rows if row.get("device") == self._name)
-        retry = ("FAILED", "UNAVAILABLE") if self.arguments.retry else ()
+        retry = ("FAILED", "UNAVAILABLE", "UNKNOWN") if self.arguments.retry else ()
         self._done = {(r["graph"], r["method"], r["share"]) for r in rows if r["status"] not in retry}
 
     def add(self, row: dict[str, Any]) -> None:
@@ -655,7 +663,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--large", action="store_true", help="the sizes for a GPU, even on a CPU")
     add("--deterministic", action="store_true", help="kernels that give the same bits in every run, where there are any")
     add("--tests", default=str(Path(__file__).resolve().parents[1] / "tests"), help="folder of the GPU tests; empty: none")
-    add("--retry", action="store_true", help="run cells again that failed, or that something was missing for")
+    add("--retry", action="store_true", help="run cells again that failed, that nothing was found for, or something was missing")
     add("--plans", metavar="DIR", help="take graphs and plans from there instead of measuring and solving")
     add("--make-graphs", metavar="DIR", help="only write the graphs there, with op times of this device")
     add("--make-plans", metavar="DIR", help="only solve the graphs there (with --make-graphs: after writing them)")

@@ -244,6 +244,25 @@ def test_the_gpu_tests_are_run_and_counted(tmp_path: Path, monkeypatch: pytest.M
     assert row["status"] == "UNKNOWN" and row["reason"] == "stopped after 1 s" and len(said) == 1
 
 
+def test_tests_that_are_stopped_leave_no_process_behind(tmp_path: Path) -> None:
+    folder, begun = tmp_path / "tests", tmp_path / "begun"
+    folder.mkdir()
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu: needs a device\n")
+    code = f"import os, pathlib, time; pathlib.Path({str(begun)!r}).write_text(str(os.getpid())); time.sleep(60)"
+    (folder / "test_a.py").write_text(
+        f"import pytest, subprocess, sys\n@pytest.mark.gpu\ndef test_it(): subprocess.run([sys.executable, '-c', {code!r}])\n"
+    )
+    limit_s = 2.0
+    while not begun.exists():  # a busy machine takes longer to begin
+        limit_s *= 2
+        began = time.monotonic()
+        assert run_tests(folder, limit_s)["status"] == "UNKNOWN"
+        assert time.monotonic() - began < limit_s + 10
+    time.sleep(1)
+    state = Path(f"/proc/{begun.read_text()}/stat")
+    assert not state.exists() or state.read_text().split()[2] == "Z"
+
+
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="needs two cores")
 def test_the_gpu_tests_run_side_by_side(tmp_path: Path) -> None:
     """Here each waits for the other."""
