@@ -577,7 +577,7 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
         if self._costs == "modelled" or (self._costs is None and made and made[0].device.type == "cuda"):
             took_ns = self._model.time_ns(key, func, args, kwargs, result)
         if workspace is not None and before is not None:
-            workspace.learn(before, sum([storage.nbytes() for storage in made]))
+            workspace.learn(before, sum([storage.nbytes() for storage in made]), len(made))
         return result, made, sizes, took_ns
 
     def _new_storages(self, result: Any) -> list[UntypedStorage]:

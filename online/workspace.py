@@ -16,11 +16,13 @@ _LOOKS = 2
 
 
 class Requested(NamedTuple):
-    """Bytes asked from the allocator: now, the most at once since somebody last reset that, and of all requests ever."""
+    """Bytes asked from the allocator: now, the most at once since somebody last reset that, and of all requests ever, with their
+    number."""
 
     current_bytes: int = 0
     peak_bytes: int = 0
     ever_bytes: int = 0
+    requests: int = 0
 
 
 Allocator = Callable[[torch.device], Requested]
@@ -32,7 +34,7 @@ def requested(device: torch.device) -> Requested:
     if not found:  # before the first use of CUDA
         return Requested()
     of_all = found["requested_bytes"]["all"]
-    return Requested(of_all["current"], of_all["peak"], of_all["allocated"])
+    return Requested(of_all["current"], of_all["peak"], of_all["allocated"], found["allocation"]["all"]["allocated"])
 
 
 class Workspace:
@@ -60,18 +62,21 @@ class Workspace:
         self._looks = 0
         return None
 
-    def learn(self, before: tuple[torch.device, Requested], made_bytes: int) -> None:
-        """From a run that made storages of so many bytes.
+    def learn(self, before: tuple[torch.device, Requested], made_bytes: int, made: int = 1) -> None:
+        """From a run that made so many storages, of so many bytes in all.
 
         The most at once inside is the new peak, if there is one. If not, it is at most the old one, and at most what was asked
         for in all. No peak is reset for it: that of ``torch.cuda.max_memory_allocated`` is the user's. What stays although it is
-        in no storage has been taken once and for all by some library (cuBLAS, handles); that is no workspace of the op.
+        in no storage has been taken once and for all by some library (cuBLAS, handles); that is no workspace of the op. Each
+        request is given whole granules, so there is one more for each but the first.
         """
         device, then = before
         now = self._all.allocator(device)
         at_once = min(now.ever_bytes - then.ever_bytes, now.peak_bytes - then.current_bytes)
         stays = max(now.current_bytes - then.current_bytes, made_bytes)
         found = cuda_bytes(max(0, at_once - stays))
+        if found:
+            found += cuda_bytes(1) * max(0, now.requests - then.requests - made - 1)
         self.size_bytes = found if self._looks == _LOOKS else min(found, self.size_bytes)
         self._looks -= 1
 

@@ -158,6 +158,9 @@ def test_what_the_statistics_tell() -> None:
         ((100, 100, 0), (5220, 5220, 5120), 1024, 0),  # a library keeps the rest
         ((5000, 5000, 0), (1000, 5000, 0), 0, 0),  # something was given back meanwhile
         ((100, 100, 0), (1124, 1125, 1025), 1024, 512),  # whole granules
+        ((100, 100, 0, 7), (1124, 3172, 3072, 9), 1024, 2048),  # one request inside
+        ((100, 100, 0, 7), (1124, 3172, 3072, 12), 1024, 2048 + 3 * 512),  # four of them
+        ((100, 100, 0, 7), (1124, 1124, 1024, 8), 1024, 0),  # none
     ]
     for then, now, made_bytes, inside in cases:
         said = [Requested(*then), Requested(*now)]
