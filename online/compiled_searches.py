@@ -187,13 +187,15 @@ class Compiled:
     def around(self, s: int) -> list[int]:
         """As ``Demand.around``."""
         net = self.up_to_date()
-        return net.found[: around(net, s)].tolist()  # type: ignore[no-any-return]
+        above, _ = reached(net, s, DEPS, 0)
+        count, _ = reached(net, s, DEPENDENTS, above)
+        return net.found[:count].tolist()  # type: ignore[no-any-return]
 
     def above(self, s: int, *, in_memory: bool) -> tuple[list[int], int]:
         """Storages in memory that are reached from ``s`` through evicted ones, against the arrows, if wanted; cost of these."""
         net = self.up_to_date()
-        count, cost_ns = above(net, s, in_memory)
-        return net.found[:count].tolist(), int(cost_ns)
+        count, cost_ns = reached(net, s, DEPS, 0)
+        return net.found[: count if in_memory else 0].tolist(), int(cost_ns)
 
     def slots(self, columns: Iterable[Floats], storage: array[int], exact_at: array[int]) -> Slots:
         """Those of a pool: its columns as ``Slots`` has them."""
@@ -284,46 +286,22 @@ def link(net: Net, fresh: Ints, at: int, siblings: bool) -> None:
 
 
 @njit
-def around(net: Net, s: int) -> int:
-    """``Demand.around``: how many are in ``found``."""
-    count = 0
-    for half in range(2):
-        net.walk[0] += 1
-        walk = net.walk[0]
-        net.stack[0] = s
-        depth = 1
-        while depth:
-            depth -= 1
-            e = net.first[half, net.stack[depth]]
-            while e >= 0:
-                u = net.to[half, e]
-                e = net.next[half, e]
-                if net.seen[u] != walk:
-                    net.seen[u] = walk
-                    net.visits[0] += 1
-                    if net.evicted[u]:
-                        net.stack[depth] = u
-                        depth += 1
-                    else:
-                        net.found[count] = u
-                        count += 1
-    return count
+def reached(net: Net, s: int, half: int, count: int) -> tuple[int, int]:
+    """Walk from ``s`` through evicted storages. Those in memory go into ``found``, from ``count`` on.
 
-
-@njit
-def above(net: Net, s: int, in_memory: bool) -> tuple[int, int]:
-    """``Compiled.above``: how many are in ``found``, and the cost of what is evicted."""
-    count = cost_ns = 0
+    How many are there then, and what the evicted ones cost.
+    """
+    cost_ns = 0
     net.walk[0] += 1
     walk = net.walk[0]
     net.stack[0] = s
     depth = 1
     while depth:
         depth -= 1
-        e = net.first[DEPS, net.stack[depth]]
+        e = net.first[half, net.stack[depth]]
         while e >= 0:
-            u = net.to[DEPS, e]
-            e = net.next[DEPS, e]
+            u = net.to[half, e]
+            e = net.next[half, e]
             if net.seen[u] != walk:
                 net.seen[u] = walk
                 net.visits[0] += 1
@@ -331,7 +309,7 @@ def above(net: Net, s: int, in_memory: bool) -> tuple[int, int]:
                     cost_ns += net.cost_ns[u]
                     net.stack[depth] = u
                     depth += 1
-                elif in_memory:
+                else:
                     net.found[count] = u
                     count += 1
     return count, cost_ns
