@@ -17,6 +17,7 @@ from planner.schedule import in_graph_order, with_frees
 from planner.stages import events as stage_events
 from planner.stages import exhaustive, exhaustive_states
 from planner.stages.exhaustive import Exhaustive, Searched, cheapest
+from planner.stages.search import StageSearch
 from tests.oracles import least_time
 from tests.strategies import random_budget, random_graph
 
@@ -28,6 +29,7 @@ COMPILED = (
     "rehash",
     "is_before",
     "push",
+    "consider",
     "pop",
     "free_one",
     "run_ops",
@@ -152,3 +154,13 @@ def test_years_are_not_infinite(budget_bytes: int) -> None:
     moments, years = (solve(chain(5, time_ns=time_ns), budget_bytes, gap=0.0, time_limit_s=5.0) for time_ns in (1, 1 << 57))
     assert moments.status == "OPTIMAL" and years.schedule is not None
     assert years.overhead == pytest.approx(moments.overhead)
+
+
+def test_it_leads_until_something_else_has_proved_more() -> None:
+    graph, budget_bytes = deep(12, 0)
+    search = StageSearch(graph, budget_bytes, 0.0, 60.0, None, seed=0)
+    assert not search.exhaustive_leads  # it has not been asked
+    cutting_stages._exhaust(search, 500, 0.0)
+    assert search.exhaustive_leads
+    search.raise_bound(search.searched_ns + 1, restricted=False)
+    assert not search.exhaustive_leads

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 FIRST_LOOKS = 2_000  # nodes to look at for what is due after a first execution,
 MORE_LOOKS = 10  # and so many times as many in the next pass
 ROOM = 1 << 13  # nodes and states to begin with
+TABLE = 4  # places in the hash table for each state
 _NEVER = 1 << 60  # extra time that no schedule takes,
 LONGEST_NS = 1 << 50  # of a graph that takes less: what is paid and owed stays within 64 bits
 CHUNK = 20_000  # nodes between two looks at the clock; some 50 ms
@@ -79,7 +80,7 @@ class Exhaustive:
         self._problem = _problem(graph, budget_bytes, self._kernels)
         self._made = np.zeros((self._ops + 1, self._problem.some.size), np.int64)  # by so many first executions
         np.bitwise_or.accumulate(self._problem.makes, out=self._made[1:])
-        self._nodes, self._states = self._room(ROOM)
+        self._nodes, self._states = self._room_for_nodes(ROOM), self._room_for_states(ROOM)
         self._bound_ns = 0  # proved, beyond keeping all
         self._is_settled = np.zeros(self._ops, np.bool_)  # whether what is due after a first execution is known exactly
         self._most, self._asked = FIRST_LOOKS, 1  # nodes for each first execution in this pass, and of how many that is
@@ -172,33 +173,38 @@ class Exhaustive:
         counts[: kernels.MARK] = 0
         counts[kernels.LOOKED] = 0
 
-    def _room(self, count: int) -> tuple[Nodes, States]:
+    def _room_for_nodes(self, count: int) -> Nodes:
         """Empty arrays."""
-        words = self._problem.some.size
-        kernels = self._kernels
-        sets = (np.empty((count, words), np.int64) for _ in range(2))
-        nodes = kernels.Nodes(next(sets), *(np.empty(count, np.int64) for _ in kernels.Nodes._fields[1:]))
-        columns = (np.empty(count, np.int64) for _ in kernels.States._fields[1:-1])
-        return nodes, kernels.States(next(sets), *columns, np.full(4 * count, -1, np.int64))
+        kind = self._kernels.Nodes
+        sets = np.empty((count, self._problem.some.size), np.int64)
+        return kind(sets, *(np.empty(count, np.int64) for _ in kind._fields[1:]))  # type: ignore[no-any-return]
+
+    def _room_for_states(self, count: int) -> States:
+        """Empty arrays, and a table that is never more than a quarter full."""
+        kind = self._kernels.States
+        sets = np.empty((count, self._problem.some.size), np.int64)
+        columns = (np.empty(count, np.int64) for _ in kind._fields[1:-1])
+        return kind(sets, *columns, np.full(TABLE * count, -1, np.int64))  # type: ignore[no-any-return]
 
     def _grow(self) -> bool:
         """Twice the room for nodes, or for states, where that is not too much."""
-        kernels, counts, words = self._kernels, self._problem.counts, self._problem.some.size
-        is_states = counts[kernels.STATES] + 1 > self._states.ops.size
-        arrays = self._states if is_states else self._nodes
-        columns = words + len(arrays) - 1 + 4 * is_states
-        if 2 * 8 * columns * arrays.ops.size > MOST_BYTES // 2:
-            return False
-        nodes, states = self._room(2 * arrays.ops.size)
-        larger = states if is_states else nodes
-        for old, new in zip(arrays, larger, strict=True):
-            if old.shape[0] == arrays.ops.size:
+        nodes, states, words = self._nodes, self._states, self._problem.some.size
+        count = int(self._problem.counts[self._kernels.STATES])
+        if count + 1 > states.ops.size:
+            room = 2 * states.ops.size
+            if 8 * room * (words + len(states) - 2 + TABLE) > MOST_BYTES // 2:
+                return False
+            self._states = self._room_for_states(room)
+            for old, new in zip(states[:-1], self._states[:-1], strict=True):
                 new[: old.shape[0]] = old
-        if is_states:
-            self._states = states
-            kernels.rehash(states, counts[kernels.STATES])
+            self._kernels.rehash(self._states, count)
         else:
-            self._nodes = nodes
+            room = 2 * nodes.ops.size
+            if 8 * room * (words + len(nodes) - 1) > MOST_BYTES // 2:
+                return False
+            self._nodes = self._room_for_nodes(room)
+            for old, new in zip(nodes, self._nodes, strict=True):
+                new[: old.shape[0]] = old
         return True
 
     def _path(self) -> list[int]:

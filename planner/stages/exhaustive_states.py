@@ -246,6 +246,26 @@ def push(
 
 
 @njit
+def consider(
+    p: Problem,
+    n: Nodes,
+    values: Ints,
+    least_ns: int,
+    paid_ns: int,
+    below_ns: int,
+    over: int,
+    firsts: int,
+    state: int,
+    op: int,
+    begin: int,
+) -> None:
+    """Push what comes of a node that takes ``least_ns``, where it matters."""
+    owed = owed_ns(p, firsts, values)
+    if owed >= 0 and paid_ns + owed < below_ns:
+        push(p, n, values, max(least_ns, paid_ns + owed), paid_ns, over, firsts, state, op, begin)
+
+
+@njit
 def pop(p: Problem, n: Nodes) -> int:
     """Take the first node off the heap; it stays as it is until the next push."""
     c = p.counts
@@ -298,9 +318,7 @@ def free_one(p: Problem, n: Nodes, node: int, below_ns: int) -> None:
             if (begin and last <= size - over) or rest < over - size:
                 continue
             p.present[w] ^= bit
-            owed = owed_ns(p, firsts, p.present)
-            if owed >= 0 and paid_ns + owed < below_ns:
-                push(p, n, p.present, max(least_ns, paid_ns + owed), paid_ns, over - size, firsts, state, op, x + 1)
+            consider(p, n, p.present, least_ns, paid_ns, below_ns, over - size, firsts, state, op, x + 1)
             p.present[w] ^= bit
 
 
@@ -324,9 +342,7 @@ def run_ops(p: Problem, n: Nodes, state: int, firsts: int, least_ns: int, paid_n
         for w in range(words):
             p.some[w] |= p.present[w]
         then, paid = (firsts + 1, paid_ns) if is_first else (firsts, paid_ns + p.time_ns[v])
-        owed = owed_ns(p, then, p.some)
-        if owed >= 0 and paid + owed < below_ns:
-            push(p, n, p.some, max(least_ns, paid + owed), paid, over, then, state, v, 0)
+        consider(p, n, p.some, least_ns, paid, below_ns, over, then, state, v, 0)
 
 
 @njit
