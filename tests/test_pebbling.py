@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -178,8 +180,10 @@ def test_what_is_said_to_take_so_much_does() -> None:
         for x in np.flatnonzero(~present).tolist():
             if graph.producer[x] < 0:
                 continue
-            peak = again_bytes(sets, present, np.array([x]), 1 << 40)
-            assert again_bytes(sets, present, np.array([x]), int(peak) - 1) == -1
+            peak = again_bytes(sets, present, np.array([x]), 1 << 40, False)
+            assert again_bytes(sets, present, np.array([x]), int(peak) - 1, True) == -1
+            assert again_bytes(sets, present, np.array([x]), int(peak) - 1, False) == -1
+            assert again_bytes(sets, present, np.array([x]), int(peak), True) == peak
             again = sorted(sets.ops[: sets.counted[0]].tolist())
             wanted = {v: i for i, v in enumerate(again)}
             here = frozenset(np.flatnonzero(present).tolist()) | graph.resident
@@ -199,7 +203,24 @@ def test_what_is_said_to_take_so_much_does() -> None:
     assert checked > 300
 
 
-def test_sets_shrink_to_what_cannot_be_made_again_within_the_room() -> None:
+def test_wherever_the_clock_stops_it_what_it_has_proved_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pebbling, "CHUNK", 1)
+    stopped = attained = 0
+    for seed in range(20):
+        graph = random_graph(seed)
+        least = least_budget(graph, keep_order=False)
+        for looks in range(1, 60, 3):
+            monkeypatch.setattr(pebbling, "time", SimpleNamespace(perf_counter=itertools.count().__next__))
+            proved, schedule = least_peak(graph, time_limit_s=looks)
+            assert proved <= least
+            assert schedule is None or simulate(graph, schedule).peak_bytes == proved
+            stopped += schedule is None
+            attained += schedule is not None
+    assert stopped > 50 and attained > 50
+
+
+@pytest.mark.parametrize("work", [1, 1000])
+def test_sets_shrink_to_what_cannot_be_made_again_within_the_room(work: int) -> None:
     graph = chain(10)
     sets = sets_of(graph)
 
@@ -208,7 +229,12 @@ def test_sets_shrink_to_what_cannot_be_made_again_within_the_room() -> None:
         present[list(members)] = True
         staying = np.zeros(len(graph.values), np.bool_)
         staying[list(stays)] = True
-        held_bytes, dropped = shrink(sets, present, len(members), most_bytes, staying)
+        sets.shrinking[:] = sets.outputs.size, 0, 0, len(members)
+        pieces = 0
+        while not shrink(sets, present, most_bytes, staying, work):
+            pieces += 1
+        assert pieces > 2 or work > 1
+        _, dropped, _, held_bytes = sets.shrinking
         left = set(np.flatnonzero(present).tolist())
         assert held_bytes == len(left)
         assert left | set(sets.dropped[:dropped].tolist()) == members

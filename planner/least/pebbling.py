@@ -40,7 +40,9 @@ if TYPE_CHECKING:
 
 STATES, FIT_STATES = 20_000, 2_000
 SMALL_SHARE = 0.01  # of the budget, what all values together that are too small to be worth making again may take
-MOST_RUNS = 200  # of an op on average: beyond, a sequence is of no use
+CHUNK = 2_000_000  # ops to look at between two looks at the clock; some ten milliseconds
+MOST_RUNS = 200  # of an op on average: beyond, a sequence is of no use,
+LONGEST = 200_000  # and of a large graph with more runs in all, as these take seconds to look at
 
 
 def least_peak(
@@ -58,7 +60,7 @@ def least_peak(
     for latest in (False, True):
         proved, path = search.run(proved, max(1, states // 2), deadline, latest=latest, proves=proves)
         if path is not None:
-            return proved, search.schedule(path, proved)
+            return proved, search.schedule(path, proved, deadline)
     return proved, None
 
 
@@ -84,7 +86,7 @@ def fitting(graph: Graph, budget_bytes: int, *, states: int = FIT_STATES, time_l
             budget_bytes, states, deadline, latest=in_order, only_latest=in_order, most_bytes=budget_bytes, stays=stays
         )
         if path is not None:
-            schedule = search.schedule(search.lazily(path, budget_bytes, stays, deadline), budget_bytes)
+            schedule = search.schedule(search.lazily(path, budget_bytes, stays, deadline), budget_bytes, deadline)
             if schedule is not None:
                 found = True
                 yield schedule
@@ -159,16 +161,17 @@ class _Backwards:
                 if proves is not None:
                     proves(peak)
             present = self._outputs.copy() if op < 0 else self._before(self._members(visited[after]), op)
-            held = int(sets.size[present].sum())
-            held, dropped = kernels.shrink(sets, present, held, level_bytes - resident, stays)
+            dropped = self._shrink(present, level_bytes - resident, stays, deadline)
+            if dropped is None:
+                return level_bytes, None
             members = np.packbits(present).tobytes()
             if members in seen:
                 continue
             seen.add(members)
-            visited.append(_Visited(members, tuple(sets.dropped[:dropped].tolist()), after, op))
+            visited.append(_Visited(members, tuple(dropped), after, op))
             if not present.any():
                 return level_bytes, self._path(visited)
-            makers = kernels.last_makers(sets, present, held)
+            makers = kernels.last_makers(sets, present, int(sets.size[present].sum()))
             ops, needs, adds = sets.ops[:makers], sets.needs[:makers] + resident, sets.adds[:makers]
             order = np.arange(makers) if latest else np.lexsort((ops, -adds))  # the newest goes first
             too_late = makes_early if (present & self._is_backward).any() else ()
@@ -213,14 +216,18 @@ class _Backwards:
                     break
                 steps.append((op, before))
                 ahead, reached = before, reached + on_path
-            if steps and not (self._shrunk(ahead, room_bytes, stays)[0] & ~wanted[reached]).any():
+            shrunk = ahead.copy()
+            if steps and self._shrink(shrunk, room_bytes, stays, deadline) is None:
+                break
+            if steps and not (shrunk & ~wanted[reached]).any():
                 for op, members in steps:
                     visited.append(_Visited(np.packbits(members).tobytes(), (), len(visited) - 1, op))
                 present, at, stride = ahead, reached, 2 * stride
             elif len(steps) > 1:
                 stride = len(steps) // 2
             else:
-                present, dropped = self._shrunk(present, room_bytes, stays)
+                present = present.copy()
+                dropped = self._shrink(present, room_bytes, stays, deadline)
                 if not dropped:  # what is left has shrunk in another order than on the path
                     break
                 last = visited[-1]
@@ -233,12 +240,15 @@ class _Backwards:
         touched[list(self._graph.ops[op].outputs)] = True
         return int(self._sets.size[touched].sum()) + int(self._sets.workspace[op])
 
-    def _shrunk(self, present: Flags, most_bytes: int, stays: Flags) -> tuple[Flags, list[int]]:
-        """The set without what can be dropped, and that."""
-        rest = present.copy()
-        held_bytes = int(self._sets.size[rest].sum())
-        _, count = self._kernels.shrink(self._sets, rest, held_bytes, most_bytes, stays)
-        return rest, self._sets.dropped[:count].tolist()
+    def _shrink(self, present: Flags, most_bytes: int, stays: Flags, deadline: float) -> list[int] | None:
+        """Drop from a set what can be dropped, and return that; None where it took too long."""
+        sets = self._sets
+        sets.shrinking[:] = sets.outputs.size, 0, 0, int(sets.size[present].sum())
+        while not self._kernels.shrink(sets, present, most_bytes, stays, CHUNK):
+            if time.perf_counter() >= deadline:
+                return None
+        dropped: list[int] = sets.dropped[: sets.shrinking[1]].tolist()
+        return dropped
 
     def _path(self, visited: Sequence[_Visited]) -> list[_Visited]:
         path = [visited[-1]]
@@ -246,17 +256,24 @@ class _Backwards:
             path.append(visited[path[-1].after])
         return path
 
-    def schedule(self, path: Sequence[_Visited], peak_bytes: int) -> Schedule | None:
-        """The path as a schedule; None where it is too long, needs more for what nobody reads, or breaks the order of draws."""
-        graph, runs = self._graph, list[int]()
+    def schedule(self, path: Sequence[_Visited], peak_bytes: int, deadline: float) -> Schedule | None:
+        """The path as a schedule; None where it is too long, needs more for what nobody reads, or breaks the order of draws.
+
+        After the deadline a short one is looked at once.
+        """
+        graph, runs, is_first = self._graph, list[int](), True
+        most_runs = min(MOST_RUNS * len(graph.ops), max(LONGEST, 2 * len(graph.ops)))
         for state in path:
             self._again(self._members(state), state.dropped[::-1], peak_bytes, runs)
             if state.op >= 0:
                 runs.append(state.op)
-            if len(runs) > MOST_RUNS * len(graph.ops):
+            if len(runs) > (most_runs if time.perf_counter() < deadline else 2 * len(graph.ops)):
                 return None
         for whole in (runs,) if len(set(runs)) == len(graph.ops) else (self._beside(runs), self._ahead(runs)):
             for sequence in (put_in_graph_order(graph, whole), put_in_graph_order(graph, whole, waits=False), whole):
+                if not is_first and time.perf_counter() >= deadline:
+                    return None
+                is_first = False
                 schedule = with_frees(graph, sequence)
                 try:
                     if simulate(graph, schedule).peak_bytes <= peak_bytes:
@@ -309,7 +326,7 @@ class _Backwards:
         """An op after its ancestors."""
         sets = self._sets
         reads = sets.inputs[sets.in_rows[op] : sets.in_rows[op + 1]]
-        self._kernels.again_bytes(sets, np.zeros_like(self._outputs), reads, 0)  # for the ops alone
+        self._kernels.again_bytes(sets, np.zeros_like(self._outputs), reads, 0, True)  # for the ops alone
         return [*sorted(sets.ops[: sets.counted[0]].tolist()), op]
 
     def _again(self, present: Flags, values: Sequence[int], peak_bytes: int, runs: list[int]) -> None:
@@ -318,7 +335,7 @@ class _Backwards:
         if not several.size:
             return
         room_bytes = peak_bytes - self._graph.resident_bytes - int(sets.size[present].sum())
-        if self._kernels.again_bytes(sets, present, several, room_bytes) < 0 and len(values) > 1:
+        if self._kernels.again_bytes(sets, present, several, room_bytes, True) < 0 and len(values) > 1:
             self._again(present, values[: len(values) // 2], peak_bytes, runs)
             self._again(present, values[len(values) // 2 :], peak_bytes, runs)
             return
@@ -336,5 +353,5 @@ def _search_once() -> None:
     search = _Backwards(TINY)  # which asks for this again, in vain
     _, path = search.run(0, 2, float("inf"), latest=True)
     assert path is not None
-    search.schedule(search.lazily(path, 1, search.early, float("inf")), 1)
+    search.schedule(search.lazily(path, 1, search.early, float("inf")), 1, float("inf"))
     search._again(np.zeros(1, np.bool_), [0], 1, [])

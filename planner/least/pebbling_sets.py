@@ -13,6 +13,8 @@ from graphs.ir import Graph
 from planner.process.compiled import njit
 from planner.process.flat import Flags, Ints, reads_and_makes
 
+SCANNED = 8  # the ops between two in op order that take as long to go over as one of them to sort in
+
 
 class Sets(NamedTuple):
     """The graph, flat, and scratch.
@@ -23,8 +25,11 @@ class Sets(NamedTuple):
     workspace          of each op
     once               ops that may not run again
     dropped            values that ``shrink`` has dropped, in the order in which it did
-    ops, needs, adds   what ``last_makers`` found; ``ops`` and ``counted`` also what ``again_bytes`` did
-    asked, todo        scratch of ``again_bytes``: which ops run; those whose inputs are not looked at yet
+    shrinking          where ``shrink`` is: how many of ``outputs`` it has still to look at, values dropped, how many of them
+                       before it looked at the last of these, bytes held
+    ops, needs, adds   what ``last_makers`` found; ``ops`` also what ``again_bytes`` did
+    counted            how many these are; how much work that was
+    asked, todo        scratch of ``again_bytes``: which ops run; those whose inputs are not looked at yet, then all in op order
     until, there       … and of each value, the last of them that reads it; whether it is there
     """
 
@@ -37,6 +42,7 @@ class Sets(NamedTuple):
     workspace: Ints
     once: Flags
     dropped: Ints
+    shrinking: Ints
     ops: Ints
     needs: Ints
     adds: Ints
@@ -55,10 +61,11 @@ def sets_of(graph: Graph) -> Sets:
         np.array([op.workspace_bytes for op in graph.ops], np.int64),
         np.array([op.effect for op in graph.ops], np.bool_),
         np.empty(values, np.int64),
+        np.zeros(4, np.int64),
         np.empty(ops, np.int64),
         np.empty(ops, np.int64),
         np.empty(ops, np.int64),
-        np.zeros(1, np.int64),
+        np.zeros(2, np.int64),
         np.zeros(ops, np.bool_),
         np.empty(ops, np.int64),
         np.zeros(values, np.int64),
@@ -67,25 +74,33 @@ def sets_of(graph: Graph) -> Sets:
 
 
 @njit
-def again_bytes(s: Sets, present: Flags, values: Ints, room_bytes: int) -> int:
+def again_bytes(s: Sets, present: Flags, values: Ints, room_bytes: int, needs_ops: bool) -> int:
     """Peak, beside what is present, of making values that are not by their missing ancestors in op order; -1 if that is too much.
 
-    The ops are left in ``s.ops``, in no order, their number in ``s.counted``.
+    The ops are left in ``s.ops``, in no order, their number in ``s.counted``; without ``needs_ops`` only as many of them as show
+    that it is too much.
     """
-    count, runs = 0, 0
+    count, runs, possible = 0, 0, True
     for x in values:
         v = s.producer[x]
         if not s.asked[v]:
             s.asked[v] = True
             s.todo[count] = v
             count += 1
-    first, last, possible = s.workspace.size, -1, True
+    first, last = s.workspace.size, -1
     while count:
         count -= 1
         v = s.todo[count]
         s.ops[runs] = v
         runs += 1
         first, last, possible = min(first, v), max(last, v), possible and not s.once[v]
+        alone_bytes = s.workspace[v]
+        for a in range(s.out_rows[v], s.out_rows[v + 1]):
+            if not present[s.outputs[a]]:
+                alone_bytes += s.size[s.outputs[a]]
+        possible = possible and alone_bytes <= room_bytes
+        if not possible and not needs_ops:
+            break
         for a in range(s.in_rows[v], s.in_rows[v + 1]):
             y = s.inputs[a]
             p = s.producer[y]
@@ -93,20 +108,33 @@ def again_bytes(s: Sets, present: Flags, values: Ints, room_bytes: int) -> int:
                 s.asked[p] = True
                 s.todo[count] = p
                 count += 1
-    s.counted[0] = runs
-    for v in range(first, last + 1):
-        if s.asked[v]:
-            for a in range(s.out_rows[v], s.out_rows[v + 1]):
-                s.until[s.outputs[a]] = -1
-            for a in range(s.in_rows[v], s.in_rows[v + 1]):
-                s.until[s.inputs[a]] = v
+    s.counted[0], s.counted[1] = runs, runs
+    if not possible:
+        for a in range(count):
+            s.asked[s.todo[a]] = False
+        for a in range(runs):
+            s.asked[s.ops[a]] = False
+        return -1
+    if SCANNED * runs < last - first:
+        s.todo[:runs] = np.sort(s.ops[:runs])
+    else:
+        s.counted[1] += last - first
+        for v in range(first, last + 1):
+            if s.asked[v]:
+                s.todo[count] = v
+                count += 1
+    for b in range(runs):
+        v = s.todo[b]
+        s.asked[v] = False
+        for a in range(s.out_rows[v], s.out_rows[v + 1]):
+            s.until[s.outputs[a]] = -1
+        for a in range(s.in_rows[v], s.in_rows[v + 1]):
+            s.until[s.inputs[a]] = v
     for x in values:
         s.until[x] = last + 1
     held_bytes = peak_bytes = 0
-    for v in range(first, last + 1):
-        if not s.asked[v]:
-            continue
-        s.asked[v] = False
+    for b in range(runs):
+        v = s.todo[b]
         here_bytes = held_bytes + s.workspace[v]
         for a in range(s.out_rows[v], s.out_rows[v + 1]):
             y = s.outputs[a]
@@ -123,33 +151,40 @@ def again_bytes(s: Sets, present: Flags, values: Ints, room_bytes: int) -> int:
                 held_bytes -= s.size[y]
     for x in values:
         s.there[x] = False
-    return peak_bytes if possible and peak_bytes <= room_bytes else -1
+    return peak_bytes if peak_bytes <= room_bytes else -1
 
 
 @njit
-def shrink(s: Sets, present: Flags, held_bytes: int, most_bytes: int, stays: Flags) -> tuple[int, int]:
-    """Drop what can be made again from the rest within ``most_bytes``, until nothing can; bytes held then, and how many dropped.
+def shrink(s: Sets, present: Flags, most_bytes: int, stays: Flags, work: int) -> bool:
+    """Drop what can be made again from the rest within ``most_bytes``, until nothing can; whether it has come to that.
+
+    ``s.shrinking`` says where it begins and, where it has stopped, where it is.
 
     stays  what is not dropped
+    work   ops to look at before it stops
     """
-    count, found = 0, True
+    at, count, before, held_bytes = s.shrinking
     one = np.empty(1, np.int64)
-    while found:
-        found = False
-        for a in range(s.outputs.size - 1, -1, -1):
-            x = s.outputs[a]
-            if not present[x] or stays[x]:
-                continue
-            present[x] = False
-            one[0] = x
-            if again_bytes(s, present, one, most_bytes - held_bytes + s.size[x]) < 0:
-                present[x] = True
-                continue
+    while work > 0 and (at or count > before):
+        if not at:
+            at, before = s.outputs.size, count
+        at -= 1
+        x = s.outputs[at]
+        work -= 1
+        if not present[x] or stays[x]:
+            continue
+        present[x] = False
+        one[0] = x
+        can = again_bytes(s, present, one, most_bytes - held_bytes + s.size[x], False) >= 0
+        work -= s.counted[1]
+        if can:
             held_bytes -= s.size[x]
             s.dropped[count] = x
             count += 1
-            found = True
-    return held_bytes, count
+        else:
+            present[x] = True
+    s.shrinking[:] = np.array((at, count, before, held_bytes))
+    return not at and count == before
 
 
 @njit
