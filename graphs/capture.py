@@ -36,19 +36,10 @@ from graphs.rewrite import (
     settle_draws,
     tensors_of,
 )
-from graphs.torch_private import (
-    ONE_TRACE_AT_A_TIME,
-    Joint,
-    OpOverload,
-    SameTensors,
-    in_forward_mode,
-    is_functorch_wrapped,
-    is_operator,
-    memory_of,
-    refusal_to_capture,
-    storage_bytes,
-    storage_key,
-)
+from graphs.torch_private.joint import Joint
+from graphs.torch_private.names import ONE_TRACE_AT_A_TIME, OpOverload, is_operator
+from graphs.torch_private.running import refusal_to_capture
+from graphs.torch_private.tensors import SameTensors, in_forward_mode, is_functorch_wrapped, memory_of, storage_bytes, storage_key
 from graphs.tracing import Body, device_of, region_of, state_of, trace, written_late
 
 __all__ = ["InputForm", "Inputs", "Loss", "Result", "Source", "Step", "bind", "capture", "numbered"]

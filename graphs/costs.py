@@ -20,7 +20,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from graphs.errors import InputError
 from graphs.rewrite import attribute, tensors_of
-from graphs.torch_private import OpOverload, storage_bytes, storage_key
+from graphs.torch_private.names import OpOverload
+from graphs.torch_private.tensors import storage_bytes, storage_key
 
 if TYPE_CHECKING:
     from graphs.capture import Step

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from graphs.errors import CaptureError
-from graphs.patching import patched
-from graphs.torch_private import FakeTensorMode, stand_ins_by
+from graphs.torch_private.names import FakeTensorMode
+from graphs.torch_private.patching import patched
+from graphs.torch_private.stand_ins import stand_ins_by
 
 aten = torch.ops.aten
 _FORWARDS = aten._ctc_loss.default, aten._ctc_loss.Tensor

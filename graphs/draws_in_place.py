@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphs.torch_private import calls_replaced
+from graphs.torch_private.stand_ins import calls_replaced
 
 _library = torch.library.Library("belady", "FRAGMENT")  # type: ignore[no-untyped-call]
 _KINDS: dict[Any, str] = {torch.ops.aten.bernoulli_.float: "bernoulli", torch.ops.aten.normal_.default: "normal"}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from graphs.errors import InputError
-from graphs.patching import ABSENT
+from graphs.torch_private.patching import ABSENT
 
 # The parts of every nn.Module that hold its tensors, its children and its mode; each has its own check.
 OWN = frozenset({"__class__", "__dict__", "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "training"})

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from graphs.errors import CaptureError, InputError
 from graphs.fingerprint import same_plain
-from graphs.torch_private import (
+from graphs.torch_private.names import (
     TreeSpec,
     is_traceable_wrapper_subclass,
     keystr,

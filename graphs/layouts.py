@@ -21,21 +21,19 @@ from torch import Tensor
 
 from graphs.ctc import CTC_BACKWARDS
 from graphs.rewrite import reads_seed_on_host
-from graphs.torch_private import (
+from graphs.torch_private.kernels import onednn_as, onednn_enabled, takes_cudnn_batch_norm
+from graphs.torch_private.names import (
     FakeTensorMode,
     OpOverload,
     no_dispatch,
-    onednn_as,
-    onednn_enabled,
-    stand_ins_by,
-    storage_key,
-    takes_cudnn_batch_norm,
     tree_flatten,
     tree_leaves,
     tree_map_only,
     tree_unflatten,
     without_autocast,
 )
+from graphs.torch_private.stand_ins import stand_ins_by
+from graphs.torch_private.tensors import storage_key
 
 aten = torch.ops.aten
 

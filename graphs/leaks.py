@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from graphs.torch_private import FunctionalTensor
+from graphs.torch_private.names import FunctionalTensor
 
 _DEPTH = 3  # of containers and objects inside of each other
 _LEVELS = 3  # a function, its dict, an entry, what it returned

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from graphs.errors import CaptureError
-from graphs.torch_private import below_autograd, differentiated_by, storage_key, with_autograd
+from graphs.torch_private.kernels import below_autograd, differentiated_by, with_autograd
+from graphs.torch_private.tensors import storage_key
 
 aten = torch.ops.aten
 _library = torch.library.Library("belady", "FRAGMENT")  # type: ignore[no-untyped-call]

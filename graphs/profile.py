@@ -21,7 +21,9 @@ from graphs.costs import signature
 from graphs.errors import InputError
 from graphs.files import read_json, write_whole
 from graphs.rewrite import attribute, cuda_bytes, reads_seed_on_host
-from graphs.torch_private import OpOverload, really, storage_bytes, storage_key, tree_leaves, tree_map_only
+from graphs.torch_private.names import OpOverload, tree_leaves, tree_map_only
+from graphs.torch_private.stand_ins import really
+from graphs.torch_private.tensors import storage_bytes, storage_key
 
 if TYPE_CHECKING:
     from graphs.capture import Step

@@ -9,7 +9,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx
 
-from graphs.torch_private import OpOverload, is_operator, storage_bytes, storage_key, takes_cudnn_batch_norm, tree_leaves
+from graphs.torch_private.kernels import takes_cudnn_batch_norm
+from graphs.torch_private.names import OpOverload, is_operator, tree_leaves
+from graphs.torch_private.tensors import storage_bytes, storage_key
 
 aten = torch.ops.aten
 

@@ -21,24 +21,20 @@ from graphs.layouts import kernels_layouts
 from graphs.leaks import Caches
 from graphs.products import products_traced
 from graphs.rewrite import calls_foreign, read_sources_directly
-from graphs.torch_private import (
+from graphs.torch_private.joint import Joint, as_if_compiling, selective_checkpoints_off, trace_joint
+from graphs.torch_private.names import (
     DATA_DEPENDENT,
     LOOKS_FOR_CAUSAL,
-    Joint,
     OpOverload,
     TorchDispatchMode,
     TreeSpec,
-    around_backwards,
-    as_if_compiling,
-    holding,
     no_dispatch,
-    selective_checkpoints_off,
-    to_fake,
-    trace_joint,
     tree_leaves,
     tree_map_only,
     tree_unflatten,
 )
+from graphs.torch_private.running import around_backwards, holding
+from graphs.torch_private.stand_ins import to_fake
 from graphs.variances import variances_checked_later
 from graphs.watch import Watch, generators_kept, seeding_refused, written_elsewhere
 

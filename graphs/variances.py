@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from graphs.patching import patched
+from graphs.torch_private.patching import patched
 
 aten = torch.ops.aten
 

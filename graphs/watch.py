@@ -20,8 +20,9 @@ from torch import Tensor, nn
 
 from graphs.errors import CaptureError
 from graphs.fingerprint import OWN, content_of, described, label, same_content, same_plain
-from graphs.patching import ABSENT, patched
-from graphs.torch_private import FakeTensorMode, OpOverload, TorchDispatchMode, no_dispatch, stand_ins_by, tree_leaves
+from graphs.torch_private.names import FakeTensorMode, OpOverload, TorchDispatchMode, no_dispatch, tree_leaves
+from graphs.torch_private.patching import ABSENT, patched
+from graphs.torch_private.stand_ins import stand_ins_by
 
 _FIRST_SEED = 0x5EED << 48  # of those that draws of a trace leave behind; unlike any that somebody gives
 _GENERATORS = "Python's generator (random)", "numpy's global generator (numpy.random)"

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from graphs.errors import InputError, check_positive
-from graphs.torch_private import tree_map_only
+from graphs.torch_private.names import tree_map_only
 from graphs.tracing import told
 
 Built = tuple[nn.Module, Any, Callable[..., Tensor] | None]

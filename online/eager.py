@@ -32,22 +32,16 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from graphs.errors import BudgetExceeded, InputError, NoScheduleFound
 from graphs.ir import Graph, Op, Value
-from graphs.torch_private import (
-    REPLACES_IN_PLACE,
+from graphs.torch_private.names import no_dispatch, tree_leaves, without_torch_function
+from graphs.torch_private.running import (
     around_backwards,
     around_packing,
     called_back_here,
     current_stream,
     in_backward,
-    in_no_tensor,
     is_active,
-    is_functorch_wrapped,
-    is_zero_stand_in,
-    no_dispatch,
-    replace_content,
-    tree_leaves,
-    without_torch_function,
 )
+from graphs.torch_private.tensors import REPLACES_IN_PLACE, in_no_tensor, is_functorch_wrapped, is_zero_stand_in, replace_content
 from online.engine import Counters, Option, OutOfMemory, Release, Thrashed
 from online.growing import GrowingEngine
 from online.heuristics import HEURISTICS

@@ -12,15 +12,15 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from graphs.errors import InputError
-from graphs.torch_private import (
+from graphs.torch_private.names import (
     FakeTensor,
     HigherOrderOperator,
     TorchDispatchMode,
     is_traceable_wrapper_subclass,
-    kept_from_compiler,
-    unwrapped,
     without_torch_function,
 )
+from graphs.torch_private.running import kept_from_compiler
+from graphs.torch_private.tensors import unwrapped
 from online.recipes import WithoutMemory
 
 if TYPE_CHECKING:

@@ -16,7 +16,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from graphs.costs import DEVICES, DeviceDescription
 from graphs.errors import InputError
 from graphs.rewrite import cuda_bytes, is_foreign, running_statistics
-from graphs.torch_private import FakeTensorMode, negated_view, quiet_stand_ins, tree_leaves, tree_map_only, without_autocast
+from graphs.torch_private.names import FakeTensorMode, tree_leaves, tree_map_only, without_autocast
+from graphs.torch_private.stand_ins import quiet_stand_ins
+from graphs.torch_private.tensors import negated_view
 from planner.execution.draws import repeat_draw
 from planner.process.pauses import no_collections
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from graphs.rewrite import cuda_bytes
-from graphs.torch_private import tree_leaves
+from graphs.torch_private.names import tree_leaves
 from online.recipes import MOST_KEYS, Key
 
 _LOOKS = 2

@@ -37,14 +37,8 @@ from graphs.errors import CaptureError, InfeasibleBudget, InputError, InvalidSch
 from graphs.ir import Graph
 from graphs.layouts import kernels_layouts
 from graphs.rewrite import outputs_of, tensors_of
-from graphs.torch_private import (
-    ONE_TRACE_AT_A_TIME,
-    BoxedCodeGen,
-    changed_inputs,
-    compile_partitioned,
-    is_unwatched,
-    parameter_inputs,
-)
+from graphs.torch_private.names import ONE_TRACE_AT_A_TIME, BoxedCodeGen
+from graphs.torch_private.partitioned import changed_inputs, compile_partitioned, is_unwatched, parameter_inputs
 from planner.budget import is_share, resolve_budget
 from planner.execution.draws import generator_state_like
 from planner.execution.halves import first_late, late_ops, needed_from_before, not_made

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from graphs.capture import Step
-from graphs.torch_private import TorchDispatchMode, storage_key, tree_leaves
+from graphs.torch_private.names import TorchDispatchMode, tree_leaves
+from graphs.torch_private.tensors import storage_key
 
 T = TypeVar("T")
 

@@ -28,7 +28,7 @@ from graphs.capture import Step, capture
 from graphs.costs import roofline
 from graphs.errors import BudgetExceeded, InfeasibleBudget, NoScheduleFound
 from graphs.ir import Graph
-from graphs.torch_private import TorchDispatchMode
+from graphs.torch_private.names import TorchDispatchMode
 from online.eager import budget
 from online.runtime import Run, run
 from planner.execute import PlannedModule, PlannedStep

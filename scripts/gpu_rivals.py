@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from graphs.capture import Step
 from graphs.errors import InputError
-from graphs.torch_private import activation_memory_budget
+from graphs.torch_private.partitioned import activation_memory_budget
 from online.runtime import run
 from planner.execute import PlannedModule
 from planner.execution.cuda_graph import GraphedModule

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from graphs.capture import Step, bind, capture
 from graphs.rewrite import bernoulli
-from graphs.torch_private import OpOverload, TorchDispatchMode, tree_leaves
+from graphs.torch_private.names import OpOverload, TorchDispatchMode, tree_leaves
 from planner.execute import lower
 from planner.execution.calls import quickest
 from planner.schedule import keep_all

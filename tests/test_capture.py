@@ -30,7 +30,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from graphs.capture import Inputs, Loss, Step, bind, capture
 from graphs.errors import CaptureError, InputError
 from graphs.layouts import _relaid, _smaller, kernels_layouts
-from graphs.torch_private import FakeTensorMode
+from graphs.torch_private.names import FakeTensorMode
 from planner.plan import plan
 from planner.schedule import keep_all
 from planner.simulate import simulate

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from graphs.capture import capture
 from graphs.costs import roofline
 from graphs.errors import InputError
-from graphs.torch_private import storage_key
+from graphs.torch_private.tensors import storage_key
 from planner.execute import PlannedModule
 from planner.execution.cuda_graph import CudaRecorder, GraphedModule, Run
 from planner.execution.graph_draws import GraphRepeats

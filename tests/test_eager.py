@@ -26,7 +26,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_a
 from torch.utils._pytree import tree_leaves
 
 from graphs.errors import BudgetExceeded, CaptureError, InputError, NoScheduleFound
-from graphs.torch_private import REPLACES_IN_PLACE, without_torch_function
+from graphs.torch_private.names import without_torch_function
+from graphs.torch_private.tensors import REPLACES_IN_PLACE
 from online import recipes
 from online import run as run_online
 from online.eager import EagerRun, budget
@@ -325,7 +326,7 @@ def test_same_answer_within_the_bytes(name: str, heuristic: str) -> None:
 @pytest.mark.parametrize("name", ["cnn", "transformer", "views"])
 def test_the_bytes_hold_where_memory_is_copied(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As before torch 2.12, where a storage cannot be given the memory of another one."""
-    for module in ("graphs.torch_private", "online.eager"):
+    for module in ("graphs.torch_private.tensors", "online.eager"):
         monkeypatch.setattr(f"{module}.REPLACES_IN_PLACE", False)
     found = case(name)
     fitting = 0

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from graphs.capture import Step, capture
 from graphs.errors import BudgetExceeded, InputError, InvalidSchedule
 from graphs.ir import Graph
-from graphs.torch_private import storage_key
+from graphs.torch_private.tensors import storage_key
 from planner.execute import PlannedModule, PlannedStep, StepResult, lower, run_step
 from planner.execution.draws import generator_state, repeat_draw
 from planner.measure import StorageMeter, measure, resident_before_backward

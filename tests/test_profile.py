@@ -17,7 +17,7 @@ from graphs.capture import Step, capture
 from graphs.costs import signature
 from graphs.errors import InputError
 from graphs.profile import measured, taken_beside
-from graphs.torch_private import storage_key
+from graphs.torch_private.tensors import storage_key
 from graphs.workloads import WORKLOADS, build
 
 

@@ -1,4 +1,8 @@
-"""Graphs from files: our own JSON, operator logs of the DTR authors, instances of Checkmate's MILP."""
+"""Graphs from files: our own JSON, operator logs of the DTR authors, instances of Checkmate's MILP.
+
+checkmate  instances of the MILP
+dtr_log    operator logs as graphs (``dtr_program``: as programs, with views and releases)
+"""
 
 from __future__ import annotations
 

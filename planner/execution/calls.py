@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from graphs.rewrite import bernoulli
-from graphs.torch_private import OpOverload, TorchDispatchMode, tree_leaves
+from graphs.torch_private.names import OpOverload, TorchDispatchMode, tree_leaves
 
 _known: dict[tuple[Any, ...], tuple[str, Any]] = {}
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from graphs.capture import Step
 from graphs.errors import InputError
-from graphs.torch_private import end_failed_capture
+from graphs.torch_private.running import end_failed_capture
 from planner.execute import Kept, PlannedModule, as_captured, unit_tangent
 from planner.execution.draws import repeats_by
 from planner.execution.graph_draws import GraphRepeats

@@ -13,7 +13,7 @@ from torch import Tensor, fx
 
 from graphs.capture import Step
 from graphs.rewrite import attribute, calls_foreign, tensors_of
-from graphs.torch_private import no_dispatch
+from graphs.torch_private.names import no_dispatch
 
 # What a call draws from: a generator, or the default one of a device, or several of them.
 Where = torch.device | torch.Generator | tuple[torch.device | torch.Generator, ...]

@@ -13,7 +13,8 @@ from torch import Tensor, fx
 from graphs.capture import Step
 from graphs.layouts import extent
 from graphs.rewrite import outputs_of
-from graphs.torch_private import BoxedCodeGen, storage_key
+from graphs.torch_private.names import BoxedCodeGen
+from graphs.torch_private.tensors import storage_key
 from planner.execution.calls import quickest
 from planner.execution.draws import draws_from, generator_node, generator_state, repeat_draw
 from planner.schedule import Compute, Schedule, computes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from graphs.torch_private import copy_all
+from graphs.torch_private.tensors import copy_all
 
 
 class Undo:

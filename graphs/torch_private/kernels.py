@@ -1,0 +1,103 @@
+"""Which kernels and which derivatives an operator has. [torch]"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, cast
+
+import torch
+import torch._decomp  # registers the replacements that eager_kernels takes away
+from torch import Tensor
+from torch._ops import OpOverload, OpOverloadPacket
+
+
+def takes_cudnn_batch_norm(
+    data: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, var: Tensor | None, eps: float
+) -> bool:
+    """Whether eager execution gives these (fake) tensors to cuDNN's batch norm, in training."""
+    if data.device.type != "cuda" or weight is None or bias is None:
+        return False
+    backend: Any = torch._C._select_batch_norm_backend(data, weight, bias, mean, var, True, eps)
+    return bool(backend == torch._C._BatchNormBackend.Cudnn)  # type: ignore[attr-defined]
+
+
+def onednn_enabled() -> bool:
+    """Whether kernels of oneDNN are taken."""
+    return torch._C._get_mkldnn_enabled()
+
+
+@contextlib.contextmanager
+def onednn_as(enabled: bool) -> Iterator[None]:
+    """Take kernels of oneDNN, or none."""
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(enabled)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)
+
+
+_AUTOGRAD_KEYS = (torch._C.DispatchKey.CompositeImplicitAutograd, torch._C.DispatchKey.Autograd)
+
+
+@contextlib.contextmanager
+def eager_kernels() -> Iterator[None]:
+    """Trace the kernels that eager execution runs.
+
+    For about forty operators (dropout, upsampling, recurrent layers, one_hot) the tracer has replacements in Python, which differ
+    from eager in rounding and in memory. They are taken away while the trace lasts. Those of batch norm stay: they are what makes
+    its running statistics outputs of the graph.
+    """
+    taken: list[tuple[OpOverload[..., Any], Any, Any]] = []
+    try:
+        for op in _replaced_operators():
+            taken += [(op, key, op.py_kernels.pop(key)) for key in _AUTOGRAD_KEYS if key in op.py_kernels]
+            op._dispatch_cache.clear()
+        yield
+    finally:
+        for op, key, kernel in taken:
+            op.py_kernels[key] = kernel
+            op._dispatch_cache.clear()
+
+
+@contextlib.contextmanager
+def differentiated_by(functions: Mapping[OpOverload[..., Any], Callable[..., Any]]) -> Iterator[None]:
+    """Have these functions, which autograd can differentiate, traced in place of operators."""
+    key = torch._C.DispatchKey.Autograd
+    _replaced_operators()  # which these are none of
+    before = {op: op.py_kernels.get(key) for op in functions}
+    try:
+        for op, function in functions.items():
+            op.py_kernels[key] = function
+            op._dispatch_cache.clear()
+        yield
+    finally:
+        for op, kernel in before.items():
+            if kernel is None:
+                op.py_kernels.pop(key, None)
+            else:
+                op.py_kernels[key] = kernel
+            op._dispatch_cache.clear()
+
+
+def below_autograd() -> contextlib.AbstractContextManager[object]:
+    """Call operators themselves, past autograd, inside."""
+    return torch._C._AutoDispatchBelowAutograd()
+
+
+def with_autograd() -> contextlib.AbstractContextManager[object]:
+    """Differentiate what is called inside, within operators too, which are called past autograd."""
+    keys = torch._C.DispatchKey
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for key in (keys.AutogradFunctionality, keys.ADInplaceOrView):
+        excluded = excluded.remove(key)
+    return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set().add(keys.ADInplaceOrView), excluded)
+
+
+@functools.cache
+def _replaced_operators() -> tuple[OpOverload[..., Any], ...]:
+    packets = (getattr(torch.ops.aten, name) for name in dir(torch.ops.aten) if "batch_norm" not in name)
+    overloads = (getattr(p, name) for p in packets if isinstance(p, OpOverloadPacket) for name in cast(Any, p).overloads())
+    return tuple(op for op in overloads if any(key in op.py_kernels for key in _AUTOGRAD_KEYS))

@@ -1,0 +1,189 @@
+"""What torch.compile hands to a backend, compiled in two parts: forward and backward. [torch]"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx, nn
+from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput, ParamAOTInput, PlainAOTInput
+from torch._ops import OpOverload
+
+from graphs.torch_private.joint import casts_kept
+from graphs.torch_private.kernels import eager_kernels
+from graphs.torch_private.patching import patched
+
+Partition = Callable[[fx.GraphModule, int], tuple[fx.GraphModule, fx.GraphModule]]
+
+
+def compile_partitioned(
+    module: fx.GraphModule,
+    examples: Sequence[Any],
+    partition: Partition,
+    compiler: Callable[[fx.GraphModule], Callable[..., Any]],
+) -> Callable[..., Any]:
+    """Compile what torch.compile hands to a backend, with the kernels of eager execution.
+
+    partition  (functional joint graph, number of outputs of its forward) -> forward and backward graph. Placeholders of the
+               joint graph are named ``primals_...`` and ``tangents_...``. The forward takes all primals and returns its
+               outputs, then what is saved; the backward takes what is saved, then all tangents
+    compiler   makes a function that takes the list of its inputs and empties it out of a graph without gradients
+    """
+    from torch._dynamo.backends.common import aot_autograd  # here, since importing the compiler takes seconds
+    from torch._functorch import config
+    from torch._inductor import config as inductor
+
+    def split(joint: fx.GraphModule, _inputs: Any, *, num_fwd_outputs: int, **_: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+        writes = _take_writes(joint, num_fwd_outputs)
+        early = [write for write in writes if not write.in_backward]
+        late = [write for write in writes if write.in_backward]
+        forward, backward = partition(joint, num_fwd_outputs + len(early))
+        _put_writes(forward, early, num_fwd_outputs)
+        _put_writes(backward, late, len(_entries(backward)) - 2 * len(late))
+        return forward, backward
+
+    def compile_one(graph: fx.GraphModule, _inputs: Any) -> Callable[..., Any]:
+        run = compiler(graph)
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+    # Inputs are written in the graph, since ``tensor.data = ...`` can be nowhere else.
+    backend = aot_autograd(
+        fw_compiler=compile_one, bw_compiler=compile_one, partition_fn=split, keep_inference_input_mutations=True
+    )
+    # The backward stays outside of the autocast region, as in a training loop.
+    wanted: dict[str, Any] = {"backward_pass_autocast": "off"} if hasattr(config, "backward_pass_autocast") else {}
+    if torch.__version__.startswith("2.12."):  # lays out gradients like their outputs, expanded ones too, where it cannot write
+        wanted["guess_tangent_strides_as_outputs"] = False
+    # Draws that nobody reads move the generator in eager execution; without the last one they are dead code.
+    with eager_kernels(), casts_kept(), _nothing_donated(), config.patch(wanted), inductor.patch(fallback_random=True):
+        compiled: Callable[..., Any] = backend(module, examples)
+    return compiled
+
+
+@contextlib.contextmanager
+def _nothing_donated() -> Iterator[None]:
+    """Let a backward run twice (``retain_graph``): none of ours overwrites what is saved.
+
+    The compiler refuses that where it has found tensors a backward might overwrite, and also where it was told not to look.
+    """
+    from torch._functorch._aot_autograd import graph_compile
+
+    with patched(graph_compile, "collect_bw_donated_buffer_idxs", lambda *_, **__: []):
+        yield
+
+
+def _entries(module: fx.GraphModule) -> list[Any]:
+    """Of the output node."""
+    return [*cast(Sequence[Any], module.graph.output_node().args[0])]
+
+
+@dataclass(frozen=True, slots=True)
+class _Write:
+    """An input that gets new content by ``target(input, content)``.
+
+    source  name of its placeholder
+    """
+
+    source: str
+    target: OpOverload[..., Any]
+    in_backward: bool
+
+
+_WRITES = {torch.ops.aten.copy_.default, torch.ops.aten.set_.source_Tensor}  # target(input, content)
+
+
+if hasattr(torch.ops.aten, "shallow_copy_data_"):  # what ``tensor.data = ...`` becomes from torch 2.14 on
+    _WRITES.add(torch.ops.aten.shallow_copy_data_.default)
+
+
+_UNDECLARED = {torch.ops.inductor.resize_storage_bytes_.default}  # writes, though the schema does not say so
+
+
+def _take_writes(joint: fx.GraphModule, forward_outputs: int) -> list[_Write]:
+    """Turn the writes to inputs, which stand behind all that is computed, into outputs: the new content as a last output of the
+    forward, or as one of the backward with the input itself behind it, which the backward needs for that."""
+    graph = joint.graph
+    output = graph.output_node()
+    entries, descs = _entries(joint), [*output.meta["desc"]]
+    writes: list[_Write] = []
+    early: list[tuple[Any, Any]] = []
+    late: list[Any] = []
+    for node in list(graph.nodes):
+        if node.target not in _WRITES:
+            if isinstance(node.target, OpOverload) and (node.target._schema.is_mutable or node.target in _UNDECLARED):
+                raise NotImplementedError(f"the traced graph changes a tensor by {node.target}")
+            continue
+        source, content = node.args
+        in_backward = node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")
+        writes.append(_Write(source.name, node.target, in_backward))
+        if in_backward:
+            late += [content, source]
+        else:
+            early.append((content, InputMutationAOTOutput(mutated_input=source.meta["desc"])))
+        graph.erase_node(node)
+    entries[forward_outputs:forward_outputs] = [content for content, _ in early]
+    descs[forward_outputs:forward_outputs] = [desc for _, desc in early]
+    output.args = ([*entries, *late],)
+    output.meta["desc"] = [*descs, *(None for _ in late)]
+    return writes
+
+
+def _put_writes(module: fx.GraphModule, writes: Sequence[_Write], at: int) -> None:
+    """Write to the inputs again, at the end of a graph, with the outputs from number ``at`` on; those are none afterwards."""
+    if not writes:
+        return
+    output = module.graph.output_node()
+    entries = _entries(module)
+    in_backward = writes[0].in_backward
+    count = (1 + in_backward) * len(writes)
+    contents = entries[at : at + count : 1 + in_backward]
+    sources = {node.name: node for node in module.graph.find_nodes(op="placeholder")}
+    with module.graph.inserting_before(output):
+        # An input that takes the memory of another one may do so after that one has been given other memory: views keep it.
+        contents = [
+            module.graph.call_function(torch.ops.aten.detach.default, (content,)) if content.op == "placeholder" else content
+            for content in contents
+        ]
+        for write, content in zip(writes, contents, strict=True):
+            node = module.graph.call_function(write.target, (sources[write.source], content))
+            node.meta["val"] = sources[write.source].meta["val"]
+    output.args = ([*entries[:at], *entries[at + count :]],)
+    module.recompile()
+
+
+def changed_inputs(joint: fx.GraphModule) -> list[fx.Node]:
+    """Placeholders of a graph for ``compile_partitioned`` that get new content, from outputs of the forward, after it."""
+    descs = joint.graph.output_node().meta.get("desc", ())
+    changed = [desc.mutated_input for desc in descs if isinstance(desc, InputMutationAOTOutput)]
+    return [node for node in joint.graph.find_nodes(op="placeholder") if node.meta.get("desc") in changed]
+
+
+def parameter_inputs(joint: fx.GraphModule, examples: Sequence[Any]) -> list[fx.Node]:
+    """Placeholders of a graph for ``compile_partitioned`` that are parameters, or other leaves that require a gradient."""
+
+    def is_parameter(desc: object) -> bool:
+        example = examples[desc.idx] if isinstance(desc, PlainAOTInput) else None
+        if isinstance(example, Tensor):
+            return isinstance(example, nn.Parameter) or (example.is_leaf and example.requires_grad)
+        return isinstance(desc, ParamAOTInput)
+
+    return [node for node in joint.graph.find_nodes(op="placeholder") if is_parameter(node.meta.get("desc"))]
+
+
+def is_unwatched(node: fx.Node) -> bool:
+    """Whether what a node holds, of a graph for ``compile_partitioned``, may change between forward and backward: a custom
+    backward takes it from an attribute instead of the tensors that autograd saves. Such tensors come last among those saved."""
+    return bool(node.meta.get("saved_tensor_with_no_vc_check", False))
+
+
+@contextlib.contextmanager
+def activation_memory_budget(ratio: float) -> Iterator[None]:
+    """What is compiled inside may save this share (0 to 1) of the activations: the compiler's own recomputation."""
+    from torch._functorch import config
+
+    with config.patch(activation_memory_budget=ratio):
+        yield

@@ -1,0 +1,120 @@
+"""What runs in this thread, and what is to be done around it: backwards, hooks, callbacks, modes, streams. [torch]"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.stateless import _reparametrize_module
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+
+from graphs.torch_private.patching import patched
+
+
+def kept_from_compiler(function: FunctionType) -> bool:
+    """Have the compiler leave a function alone, and whatever it calls, at no cost to its calls. Whether that could be done."""
+    try:
+        from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+    except ImportError:  # it came with torch 2.7
+        return False
+    set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
+    return True
+
+
+def in_backward() -> bool:
+    """Whether autograd is running a backward pass in this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+@contextlib.contextmanager
+def around_backwards(inside: Callable[[], contextlib.AbstractContextManager[object]]) -> Iterator[None]:
+    """Enter ``inside()`` around each backward pass: while ``Tensor.backward`` runs, a torch-function mode steps aside, and
+    would not see what hooks and custom functions do."""
+    original: Any = vars(torch.autograd)["_engine_run_backward"]
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with inside():
+            return original(*args, **kwargs)
+
+    with patched(torch.autograd, "_engine_run_backward", run):
+        yield
+
+
+def current_stream() -> int:
+    """The CUDA stream that the work of this thread goes to; 0 is the default one, and where CUDA is not in use."""
+    in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice()) if in_use else 0
+
+
+@contextlib.contextmanager
+def holding(module: nn.Module, tensors: dict[str, Tensor]) -> Iterator[None]:
+    """Have a module hold other parameters and buffers for a while, as ``torch.func.functional_call`` does for one call. What is
+    assigned in their place meanwhile is in ``tensors`` afterwards."""
+    with _reparametrize_module(module, tensors, tie_weights=True):
+        yield
+
+
+@contextlib.contextmanager
+def around_packing(inside: Callable[[], contextlib.AbstractContextManager[object]]) -> Iterator[None]:
+    """Enter ``inside()`` around each call of the pack hooks that are set now (``torch.autograd.graph.saved_tensors_hooks``) and
+    of those set meanwhile: autograd calls them from within the operators, where a torch-function mode steps aside."""
+    engine: Any = torch._C._autograd
+
+    def push(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
+        def packed(tensor: Tensor) -> Any:
+            with inside():
+                return pack(tensor)
+
+        engine._push_saved_tensors_default_hooks(packed, unpack)
+
+    now = engine._top_saved_tensors_default_hooks(True)
+    with patched(torch.autograd.graph.saved_tensors_hooks, "__enter__", lambda hooks: push(hooks.pack_hook, hooks.unpack_hook)):
+        if now is not None:
+            push(*now)
+        try:
+            yield
+        finally:
+            if now is not None:
+                engine._pop_saved_tensors_default_hooks()
+
+
+@contextlib.contextmanager
+def called_back_here(wanted: Callable[[], bool]) -> Iterator[None]:
+    """Where ``wanted()``, have what a thread asks to be done after a collective done by that thread, which waits for it. Else a
+    thread of the collective's own does it. What the program completes by itself (``torch.futures.Future``) is not waited for."""
+    future: Any = torch._C.Future
+
+    def waiting(original: Any) -> Any:
+        def add(self: Any, callback: Any) -> Any:
+            if type(self) is future and wanted():
+                with contextlib.suppress(Exception):  # the callback is the one to be told
+                    self.wait()
+            return original(self, callback)
+
+        return add
+
+    with patched(future, "then", waiting(future.then)), patched(future, "add_done_callback", waiting(future.add_done_callback)):
+        yield
+
+
+def is_active(mode: TorchDispatchMode) -> bool:
+    """Whether a mode sees the operators of this thread."""
+    return mode in _get_current_dispatch_mode_stack()
+
+
+def refusal_to_capture() -> str | None:
+    """Why no step can be captured now, where an active dispatch mode has an attribute ``refuses_capture`` that says so."""
+    return next((mode.refuses_capture for mode in _get_current_dispatch_mode_stack() if hasattr(mode, "refuses_capture")), None)
+
+
+def end_failed_capture(device: torch.device, pool: Any) -> None:
+    """Give up the memory of a CUDA graph whose capture could not be ended; PyTorch would take it to be under way, and keep the
+    memory for good. Nothing where the capture has ended."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    with contextlib.suppress(RuntimeError):  # it has ended
+        torch._C._cuda_endAllocateToPool(index, pool)
+        torch._C._cuda_releasePool(index, pool)

@@ -1,0 +1,101 @@
+"""Tensors and their storages: identity, memory, content, what they stand for. [torch]"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, UntypedStorage
+from torch._C._dynamo.guards import TensorGuards
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Identity of the storage of a tensor, fake ones included; valid as long as the tensor lives."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def memory_of(tensor: Tensor) -> range:
+    """Addresses from the first to the last element of a tensor; none for one without data."""
+    if isinstance(tensor, FakeTensor) or tensor.is_meta or not tensor.numel():
+        return range(0)
+    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return range(tensor.data_ptr(), tensor.data_ptr() + span * tensor.element_size())
+
+
+def storage_bytes(tensor: Tensor) -> int:
+    """Bytes of the whole storage of a tensor."""
+    return tensor.untyped_storage().nbytes()
+
+
+def in_no_tensor(storage: UntypedStorage) -> bool:
+    """Whether no tensor lies in a storage any more."""
+    return int(torch._C._storage_Use_Count(storage._cdata)) == 1  # what Python has of it
+
+
+class SameTensors:
+    """Whether tensors are like those remembered: class, shape, strides, dtype, device, ``requires_grad``. One call for all.
+
+    A false alarm is possible (under a dispatch mode, say), so what differs is for others to find out.
+    """
+
+    def __init__(self) -> None:
+        self._guards: Any = None
+
+    def remember(self, tensors: Sequence[Tensor]) -> None:
+        """From now on these; they are not kept alive."""
+        self._guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+
+    def match(self, tensors: Sequence[object]) -> bool:
+        """Whether as many tensors, in the same order, are like those remembered."""
+        return self._guards is not None and bool(self._guards.check(*tensors))
+
+
+def copy_all(targets: list[Tensor], contents: list[Tensor]) -> None:
+    """``target.copy_(content)`` for each pair; none may overlap another."""
+    torch._foreach_copy_(targets, contents)
+
+
+REPLACES_IN_PLACE = hasattr(torch.UntypedStorage, "_swap_data_ptr_")  # from torch 2.12 on
+
+
+def replace_content(storage: UntypedStorage, content: UntypedStorage) -> None:
+    """Give an empty storage the memory of another one, which is empty afterwards. All tensors on it see the content.
+
+    Before torch 2.12 the content is copied, and both are in memory for a moment (not ``REPLACES_IN_PLACE``).
+    """
+    if REPLACES_IN_PLACE:
+        storage._swap_data_ptr_(content)  # type: ignore[attr-defined]  # missing in torch's own stubs
+    else:
+        storage.resize_(content.nbytes())
+        storage.copy_(content)
+        content.resize_(0)
+
+
+def is_functorch_wrapped(tensor: Tensor) -> bool:
+    """Whether a tensor stands for another one inside of ``torch.func.grad``, ``vmap`` and the like; it has no storage."""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+
+
+def unwrapped(tensor: Tensor) -> Tensor:
+    """What a tensor stands for inside of ``torch.func.grad``, ``vmap`` and the like; itself elsewhere."""
+    while is_functorch_wrapped(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
+def in_forward_mode() -> bool:
+    """Whether there may be tensors with tangents (``torch.autograd.forward_ad``)."""
+    return forward_ad._current_level >= 0
+
+
+def negated_view(tensor: Tensor) -> Tensor:
+    """A view that reads as the negative: what ``imag`` of a conjugate view is."""
+    return torch._neg_view(tensor)
+
+
+def is_zero_stand_in(tensor: Tensor) -> bool:
+    """Whether a tensor stands for zeros without having any memory, as forward-mode derivatives do."""
+    return tensor._is_zerotensor()
