@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
@@ -17,29 +16,19 @@ from torch.autograd import forward_ad
 from graphs.errors import CaptureError, InputError
 from graphs.fingerprint import Fingerprint
 from graphs.inputs import InputForm, Inputs, Loss, check_input, flatten, leaves_like, own_example, plain, splitter
-from graphs.ir import Graph, Op, Value
-from graphs.rewrite import (
-    choose_batch_norm,
-    cuda_bytes,
-    drop_unread_statistics,
-    fold_conjugates,
-    fuse_bernoulli,
-    is_effect,
-    is_random,
+from graphs.ir import Graph
+from graphs.rewriting.nodes import outputs_of, tensors_of
+from graphs.rewriting.numbering import Numbering
+from graphs.rewriting.rewrites import (
     lift_constants,
-    outputs_of,
     own_gradients,
-    real_bytes,
     remove_dead,
-    running_statistics,
-    same_layout,
-    settle_draws,
-    tensors_of,
 )
+from graphs.rewriting.settling import settle
 from graphs.torch_private.joint import Joint
-from graphs.torch_private.names import ONE_TRACE_AT_A_TIME, OpOverload, is_operator
+from graphs.torch_private.names import ONE_TRACE_AT_A_TIME
 from graphs.torch_private.running import refusal_to_capture
-from graphs.torch_private.tensors import SameTensors, in_forward_mode, is_functorch_wrapped, memory_of, storage_bytes, storage_key
+from graphs.torch_private.tensors import SameTensors, in_forward_mode, is_functorch_wrapped, memory_of, storage_key
 from graphs.tracing import Body, device_of, region_of, state_of, trace, written_late
 
 __all__ = ["InputForm", "Inputs", "Loss", "Result", "Source", "Step", "bind", "capture", "numbered"]
@@ -94,7 +83,7 @@ class _Want:
             raise InputError(f"{label} has dtype {tensor.dtype}, but the step was captured with {self.dtype}")
         if tensor.device != self.device:
             raise InputError(f"{label} is on {tensor.device}, but the step was captured on {self.device}")
-        if tensor.stride() != self.strides and not same_layout(self.shape, tensor.stride(), self.strides):
+        if tensor.stride() != self.strides and not _same_layout(self.shape, tensor.stride(), self.strides):
             like = torch.empty_strided(self.shape, self.strides, device="meta")
             raise InputError(
                 f"{label} has strides {tensor.stride()}, but the step was captured with {self.strides}: "
@@ -238,6 +227,11 @@ class Step:
         return tuple(_Want.of(node.meta["val"]) for node in self.module.graph.find_nodes(op="placeholder"))
 
 
+def _same_layout(shape: Sequence[int], strides: Sequence[int], others: Sequence[int]) -> bool:
+    """Whether two strides place the elements alike: strides of dimensions of one element do not count."""
+    return 0 in shape or all(a == b for n, a, b in zip(shape, strides, others, strict=True) if n != 1)
+
+
 def capture(
     model: nn.Module,
     inputs: Inputs | None = None,
@@ -297,13 +291,13 @@ def capture(
     _refuse_shared_constants(name, sources, tensors, results)
 
     remove_dead(graph)
-    _settle(name, graph)
+    settle(name, graph)
     gradient_at = {result.name: i for i, result in enumerate(results) if result.kind == "gradient"}
     own_gradients(graph, {i: state[parameter] for parameter, i in gradient_at.items()})
     graph.lint()
     joint.module.recompile()
 
-    numbering = _Numbering(name, where)
+    numbering = Numbering(name, where)
     for node, source, bound in zip(graph.find_nodes(op="placeholder"), sources, tensors, strict=True):
         numbering.resident(node, source.name or source.kind, bound, constant=source.kind == "constant")
     for node in graph.nodes:
@@ -327,62 +321,6 @@ def capture(
     )
 
 
-def _settle(name: str, graph: fx.Graph) -> None:
-    """Refuse what a Graph has no words for, and have calls in the form in which they are run."""
-    _refuse_sparse(name, graph)
-    _refuse_unsaid_writes(name, graph)
-    _refuse_mixed_products(name, graph)
-    fuse_bernoulli(graph)
-    settle_draws(graph)
-    fold_conjugates(graph)
-    choose_batch_norm(graph)
-    drop_unread_statistics(graph)
-
-
-# They write to running statistics, and no replacement in a trace makes these results.
-_STATISTICS = (
-    torch.ops.aten.batch_norm_update_stats.default,
-    torch.ops.aten.batch_norm_gather_stats.default,
-    torch.ops.aten.batch_norm_gather_stats_with_counts.default,
-)
-
-
-def _refuse_unsaid_writes(name: str, graph: fx.Graph) -> None:
-    for target in _STATISTICS:
-        for node in graph.find_nodes(op="call_function", target=target):
-            if any(isinstance(node.args[at], fx.Node) for at in running_statistics(target)):
-                raise CaptureError(
-                    f"{name} calls {target}, which changes running statistics without saying so, and would do it again with each "
-                    f"recomputation; use F.batch_norm, or give it none and change them yourself"
-                )
-
-
-def _refuse_sparse(name: str, graph: fx.Graph) -> None:
-    sparse = next((node for node in graph.nodes if any(t.layout != torch.strided for t in tensors_of(node))), None)
-    if sparse is not None:
-        raise CaptureError(f"{name}: {sparse.name} ({sparse.target}) makes a sparse tensor; use dense gradients (sparse=False)")
-
-
-# Their stand-ins take factors of different dtypes, their kernels do not.
-_PRODUCTS = (
-    torch.ops.aten.mm.default,
-    torch.ops.aten.addmm.default,
-    torch.ops.aten.mv.default,
-    torch.ops.aten.addmv.default,
-)
-
-
-def _refuse_mixed_products(name: str, graph: fx.Graph) -> None:
-    for target in _PRODUCTS:
-        for node in graph.find_nodes(op="call_function", target=target):
-            factors = [t.dtype for factor in node.args[-2:] if isinstance(factor, fx.Node) for t in tensors_of(factor)]
-            if len(set(factors)) > 1:
-                raise CaptureError(
-                    f"{name} multiplies matrices of {' and '.join(map(str, factors))} ({target}), which must have one dtype; "
-                    f"convert the inputs to the dtype of the parameters"
-                )
-
-
 def numbered(name: str, module: fx.GraphModule, device: torch.device) -> Step:
     """A step made of a functional joint graph that somebody else traced: it can be priced, planned and lowered, but neither bound
     nor run as plain PyTorch, and its ``results`` are empty.
@@ -392,10 +330,10 @@ def numbered(name: str, module: fx.GraphModule, device: torch.device) -> Step:
     """
     graph = module.graph
     remove_dead(graph)
-    _settle(name, graph)
+    settle(name, graph)
     graph.lint()
     module.recompile()
-    numbering = _Numbering(name, device)
+    numbering = Numbering(name, device)
     sources = []
     for i, node in enumerate(graph.find_nodes(op="placeholder")):
         numbering.resident(node, node.name, node.meta["val"])
@@ -594,127 +532,6 @@ def _refuse_shared_constants(
                     f"{name} changes its buffer {buffer.name} in its forward, and reads a tensor in the same memory that is "
                     f"neither parameter nor buffer; take that from the buffer in the forward"
                 )
-
-
-class _Numbering:
-    """Makes storages into Values and the calls that allocate into Ops, in the order of the graph."""
-
-    def __init__(self, name: str, where: torch.device) -> None:
-        self.name = name
-        self.where = where
-        self.values: list[Value] = []
-        self.ops: list[Op] = []
-        self.calls: list[fx.Node] = []
-        self.value_of: dict[fx.Node, int] = {}
-        self._residents = 0
-        self._constants: set[fx.Node] = set()
-        self._of_real: dict[int, int] = {}  # by key of the real storage: placeholders that alias one count once
-        self._of_fake: dict[int, int] = {}  # by key of the fake storage
-        self._reads: dict[fx.Node, tuple[int, ...]] = {}  # values that must be there for a node to be read
-        self._entries: dict[fx.Node, list[int | None]] = {}  # values of a call with several outputs
-
-    def resident(self, node: fx.Node, label: str, tensor: Tensor | None, *, constant: bool = False) -> None:
-        """Number a placeholder bound to ``tensor`` (None: a tensor made for the occasion)."""
-        fake = node.meta["val"]
-        if not isinstance(fake, Tensor):
-            raise CaptureError(f"{self.name}: the traced graph has an input that is no tensor ({fake!r}); shapes must be fixed")
-        if tensor is None:
-            value = self._new(label, storage_bytes(fake), fake.device)
-        elif (key := storage_key(tensor)) in self._of_real:
-            value = self._of_real[key]
-        else:
-            value = self._of_real[key] = self._new(label, storage_bytes(tensor), tensor.device)
-        self._residents = len(self.values)
-        self._of_fake[storage_key(fake)] = value
-        if constant:
-            self._constants.add(node)
-        self._hold(node, value, (value,))
-
-    def call(self, node: fx.Node) -> None:
-        """Number a call: an entry of a call with several outputs, a view, or an op."""
-        parent = node.args[0] if node.target is operator.getitem else None
-        if isinstance(parent, fx.Node) and parent in self._entries:
-            value = self._entries[parent][cast(int, node.args[1])]
-            if value is None or value in (self.value_of.get(item) for item in parent.users):
-                raise CaptureError(f"{self.name}: entry {node.args[1]} of {parent.name} is no tensor of its own")
-            self._hold(node, value, (value,))
-            return
-        if any(parent in self._entries for parent in node.all_input_nodes):
-            raise CaptureError(f"{self.name}: {node.name} ({node.target}) reads a list of tensors whole")
-        inputs = tuple(dict.fromkeys(v for n in node.all_input_nodes for v in self._reads.get(n, ())))
-        tensors = tensors_of(node)
-        if isinstance(node.target, OpOverload) and node.target.is_view:
-            source = node.all_input_nodes[0]
-            if source in self._constants:  # the tracer makes another fake of a constant wherever it is read
-                self._of_fake[storage_key(tensors[0])] = self.value_of[source]
-        old = {self._of_fake.get(storage_key(t)) for t in tensors}
-        if len(old) == 1 and old <= set(inputs):
-            self._hold(node, cast(int, old.pop()), inputs)
-            return
-        self._check(node, tensors, old)
-        self._op(node, inputs)
-
-    def graph(self, outputs: Sequence[fx.Node]) -> Graph:
-        """The numbered graph."""
-        ids = frozenset(self.value_of[node] for node in outputs)
-        device = "cpu" if self.where.type == "cpu" else torch.cuda.get_device_name(self.where)
-        return Graph(self.name, tuple(self.ops), tuple(self.values), frozenset(range(self._residents)), ids, device)
-
-    def _op(self, node: fx.Node, inputs: tuple[int, ...]) -> None:
-        held: Any = node.meta.get("val")  # none where an operator returns nothing
-        several = isinstance(held, tuple | list)
-        entries: list[int | None] = []
-        for i, tensor in enumerate(held if several else [held]):
-            if not isinstance(tensor, Tensor):
-                entries.append(None)
-                continue
-            key = storage_key(tensor)
-            if key not in self._of_fake:
-                size = real_bytes(node, i, tensor, lambda n: self.values[self.value_of[n]].size_bytes)
-                self._of_fake[key] = self._new(f"{node.name}.{i}" if several else node.name, size, tensor.device)
-            entries.append(self._of_fake[key])
-        outputs = tuple(dict.fromkeys(v for v in entries if v is not None))
-        if several:
-            self._entries[node] = entries
-        elif outputs:
-            self._hold(node, outputs[0], outputs)
-        self.calls.append(node)
-        self.ops.append(
-            Op(
-                node.name,
-                inputs,
-                outputs,
-                time_ns=0,
-                kind=str(node.target.overloadpacket if isinstance(node.target, OpOverload) else node.target),
-                random=is_random(node),
-                effect=is_effect(node),
-                backward=node.meta.get("partitioner_tag") == "is_backward",
-            )
-        )
-
-    def _hold(self, node: fx.Node, value: int, reads: tuple[int, ...]) -> None:
-        self.value_of[node] = value
-        self._reads[node] = reads
-
-    def _new(self, label: str, size_bytes: int, device: torch.device) -> int:
-        if device != self.where:  # a number on the host beside a CUDA step
-            size_bytes = 0
-        elif device.type == "cuda":
-            size_bytes = cuda_bytes(size_bytes)
-        self.values.append(Value(label, size_bytes))
-        return len(self.values) - 1
-
-    def _check(self, node: fx.Node, tensors: Sequence[Tensor], old: set[int | None]) -> None:
-        """Refuse calls that a Graph has no words for."""
-        what = f"{self.name}: {node.name} ({node.target})"
-        if not is_operator(node.target):
-            raise CaptureError(f"{what} is no torch operator; a step cannot contain it")
-        if not tensors and node.users:
-            raise CaptureError(f"{what} returns no tensor, but others read its result; a step cannot contain it")
-        if isinstance(node.target, OpOverload) and node.target._schema.is_mutable and not is_effect(node):
-            raise CaptureError(f"{what} changes a tensor in place; make it a custom operator that declares what it changes")
-        if old - {None}:
-            raise CaptureError(f"{what} returns views of its inputs among other things; a step cannot contain it")
 
 
 def _views_behind(nodes: Iterable[fx.Node], bases: frozenset[fx.Node]) -> set[fx.Node]:

@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from torch.utils.flop_counter import FlopCounterMode
 
 from graphs.errors import InputError
-from graphs.rewrite import attribute, tensors_of
+from graphs.rewriting.nodes import attribute, tensors_of
 from graphs.torch_private.names import OpOverload
 from graphs.torch_private.tensors import storage_bytes, storage_key
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from graphs.ctc import CTC_BACKWARDS
-from graphs.rewrite import reads_seed_on_host
+from graphs.rewriting.nodes import reads_seed_on_host
 from graphs.torch_private.kernels import onednn_as, onednn_enabled, takes_cudnn_batch_norm
 from graphs.torch_private.names import (
     FakeTensorMode,

@@ -20,7 +20,8 @@ from torch import Tensor, fx
 from graphs.costs import signature
 from graphs.errors import InputError
 from graphs.files import read_json, write_whole
-from graphs.rewrite import attribute, cuda_bytes, reads_seed_on_host
+from graphs.rewriting.nodes import attribute, reads_seed_on_host
+from graphs.rewriting.sizes import cuda_bytes
 from graphs.torch_private.names import OpOverload, tree_leaves, tree_map_only
 from graphs.torch_private.stand_ins import really
 from graphs.torch_private.tensors import storage_bytes, storage_key

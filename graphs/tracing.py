@@ -20,7 +20,8 @@ from graphs.inputs import Arguments, Loss, check_tensor
 from graphs.layouts import kernels_layouts
 from graphs.leaks import Caches
 from graphs.products import products_traced
-from graphs.rewrite import calls_foreign, read_sources_directly
+from graphs.rewriting.nodes import calls_foreign
+from graphs.rewriting.rewrites import read_sources_directly
 from graphs.torch_private.joint import Joint, as_if_compiling, selective_checkpoints_off, trace_joint
 from graphs.torch_private.names import (
     DATA_DEPENDENT,

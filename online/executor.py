@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from graphs.capture import Inputs, Step, bind
-from graphs.rewrite import attribute, outputs_of
+from graphs.rewriting.nodes import attribute, outputs_of
 from planner.execute import StepResult, as_captured, unit_tangent
 from planner.execution.calls import quickest
 from planner.execution.draws import Where, draws_from, generator_state, generators_of, repeat_draw, undone_on_failure

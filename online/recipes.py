@@ -15,7 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from graphs.costs import DEVICES, DeviceDescription
 from graphs.errors import InputError
-from graphs.rewrite import cuda_bytes, is_foreign, running_statistics
+from graphs.rewriting.nodes import is_foreign, running_statistics
+from graphs.rewriting.sizes import cuda_bytes
 from graphs.torch_private.names import FakeTensorMode, tree_leaves, tree_map_only, without_autocast
 from graphs.torch_private.stand_ins import quiet_stand_ins
 from graphs.torch_private.tensors import negated_view

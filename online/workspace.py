@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from graphs.rewrite import cuda_bytes
+from graphs.rewriting.sizes import cuda_bytes
 from graphs.torch_private.names import tree_leaves
 from online.recipes import MOST_KEYS, Key
 

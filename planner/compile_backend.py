@@ -36,7 +36,7 @@ from graphs.draws_in_place import draws_laid_out
 from graphs.errors import CaptureError, InfeasibleBudget, InputError, InvalidSchedule, NoScheduleFound
 from graphs.ir import Graph
 from graphs.layouts import kernels_layouts
-from graphs.rewrite import outputs_of, tensors_of
+from graphs.rewriting.nodes import outputs_of, tensors_of
 from graphs.torch_private.names import ONE_TRACE_AT_A_TIME, BoxedCodeGen
 from graphs.torch_private.partitioned import changed_inputs, compile_partitioned, is_unwatched, parameter_inputs
 from planner.budget import is_share, resolve_budget

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from graphs.capture import Step, bind, capture
-from graphs.rewrite import bernoulli
+from graphs.rewriting.rewrites import bernoulli
 from graphs.torch_private.names import OpOverload, TorchDispatchMode, tree_leaves
 from planner.execute import lower
 from planner.execution.calls import quickest

@@ -555,7 +555,8 @@ def test_batch_norm_takes_the_operator_that_chooses_cudnn_where_eager_does(monke
     torch.manual_seed(1)
     case = image_case()
     plain = plain_answer(case)
-    monkeypatch.setattr("graphs.rewrite.takes_cudnn_batch_norm", lambda data, *_: data.shape[2] == 17)  # the first of two
+    # the first of two
+    monkeypatch.setattr("graphs.rewriting.rewrites.takes_cudnn_batch_norm", lambda data, *_: data.shape[2] == 17)
     step = captured(case)
     found = Counter(op.kind for op in step.graph.ops if "batch_norm" in op.kind)
     assert found == {
@@ -1811,7 +1812,7 @@ def test_gated_units_of_permuted_images(shape: tuple[int, ...]) -> None:
 def test_batch_norm_of_cudnn_is_asked_where_it_will_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU its operators run PyTorch's own kernels."""
     asked = []
-    for module in ("rewrite", "layouts"):
+    for module in ("rewriting.rewrites", "layouts"):
         monkeypatch.setattr(f"graphs.{module}.takes_cudnn_batch_norm", lambda *given: asked.append(given) or True)
     assert_trains_as_plain_pytorch(Permuted(nn.BatchNorm1d(96), 96), torch.randn(4, 40, 96), square)
     assert len(asked) >= 3  # for the graph, and for the layouts of both directions

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from graphs.rewrite import bernoulli
+from graphs.rewriting.rewrites import bernoulli
 from graphs.torch_private.names import OpOverload, TorchDispatchMode, tree_leaves
 
 _known: dict[tuple[Any, ...], tuple[str, Any]] = {}

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from graphs.capture import Step
-from graphs.rewrite import attribute, calls_foreign, tensors_of
+from graphs.rewriting.nodes import attribute, calls_foreign, tensors_of
 from graphs.torch_private.names import no_dispatch
 
 # What a call draws from: a generator, or the default one of a device, or several of them.

@@ -11,7 +11,7 @@ from torch import fx
 from graphs.capture import Step
 from graphs.errors import BudgetExceeded, InvalidSchedule
 from graphs.ir import Graph
-from graphs.rewrite import outputs_of
+from graphs.rewriting.nodes import outputs_of
 from planner.execution.lowering import Code, placeholders, result_value
 from planner.schedule import Compute, Schedule, computes
 from planner.simulate import simulate

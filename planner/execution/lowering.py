@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from graphs.capture import Step
 from graphs.layouts import extent
-from graphs.rewrite import outputs_of
+from graphs.rewriting.nodes import outputs_of
 from graphs.torch_private.names import BoxedCodeGen
 from graphs.torch_private.tensors import storage_key
 from planner.execution.calls import quickest

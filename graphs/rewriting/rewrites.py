@@ -3,77 +3,18 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
 
+from graphs.rewriting.nodes import attribute, is_effect, is_random, outputs_of, tensors_of
 from graphs.torch_private.kernels import takes_cudnn_batch_norm
-from graphs.torch_private.names import OpOverload, is_operator, tree_leaves
+from graphs.torch_private.names import OpOverload
 from graphs.torch_private.tensors import storage_bytes, storage_key
 
 aten = torch.ops.aten
-
-
-def tensors_of(node: fx.Node) -> list[Tensor]:
-    """All (fake) tensors a node holds."""
-    return [leaf for leaf in tree_leaves(node.meta.get("val")) if isinstance(leaf, Tensor)]
-
-
-def outputs_of(graph: fx.Graph) -> list[fx.Node]:
-    """The entries of the output node."""
-    return list(cast(Sequence[fx.Node], graph.output_node().args[0]))
-
-
-def attribute(node: fx.Node) -> Any:
-    """What a ``get_attr`` node stands for."""
-    return operator.attrgetter(str(node.target))(node.graph.owning_module)
-
-
-def is_random(node: fx.Node) -> bool:
-    """Whether a call may draw random numbers; a call of a higher-order operator does where its subgraph does."""
-    if calls_foreign(node):
-        return bool(tensors_of(node))  # else it acts on the outside world, and runs once
-    if not isinstance(node.target, OpOverload):
-        subgraphs = [attribute(n) for n in node.all_input_nodes if n.op == "get_attr"]
-        return any(is_random(n) for sub in subgraphs for n in sub.graph.nodes if n.op == "call_function")
-    if torch.Tag.nondeterministic_seeded not in node.target.tags:
-        return False
-    for i, argument in enumerate(node.target._schema.arguments):
-        if argument.name == "dropout_p":  # attention carries the tag even where nothing is dropped
-            given = node.args[i] if len(node.args) > i else node.kwargs.get("dropout_p", argument.default_value)
-            return bool(given != 0.0)
-    return True
-
-
-def calls_foreign(call: fx.Node) -> bool:
-    """Whether the operator of a call is foreign, or one that a higher-order operator is given: what writes to its arguments is
-    called so."""
-    return any(isinstance(each, OpOverload) and is_foreign(each) for each in (call.target, *call.args))
-
-
-def is_foreign(operator: OpOverload) -> bool:
-    """Whether an operator is none of PyTorch's own nor of ours: it may draw, on the host as well, or act on the outside
-    world without a tag that says so (``custom_op`` sets none)."""
-    return operator.namespace not in ("aten", "prims", "belady")
-
-
-def reads_seed_on_host(operator: OpOverload) -> bool:
-    """Whether an operator reads seed and offset on the host, outside of CUDA graphs, although fakes have them on the device, an
-    address of which would end the process: the backward of memory-efficient attention."""
-    return operator._schema.name.endswith("_efficient_attention_backward")
-
-
-def running_statistics(operator: OpOverload) -> tuple[int, ...]:
-    """Where running statistics stand among the arguments of an operator; most schemas do not say where they are written to."""
-    names = [argument.name for argument in operator._schema.arguments]
-    return tuple(names.index(name) for name in ("running_mean", "running_var") if name in names)
-
-
-def is_effect(node: fx.Node) -> bool:
-    """Whether a call acts on the outside world: known to the tracer to do so, or an operator that returns no tensor."""
-    return bool(node.meta.get("effect")) or (is_operator(node.target) and not tensors_of(node))
 
 
 def lift_constants(module: fx.GraphModule) -> list[tuple[fx.Node, Tensor]]:
@@ -293,11 +234,6 @@ def _value(target: Any, args: Any, kwargs: Any) -> Any:
         return target(*args, **kwargs)
 
 
-def same_layout(shape: Sequence[int], strides: Sequence[int], others: Sequence[int]) -> bool:
-    """Whether two strides place the elements alike: strides of dimensions of one element do not count."""
-    return 0 in shape or all(a == b for n, a, b in zip(shape, strides, others, strict=True) if n != 1)
-
-
 def gradient_order(parameter: Tensor) -> list[int]:
     """The dimensions in the order in which autograd lays out a gradient, the one whose neighbours are next to each other last:
     as in the parameter where that has neither gaps nor overlaps in memory, else as they are."""
@@ -334,49 +270,3 @@ def own_gradients(graph: fx.Graph, parameter_of: Mapping[int, Tensor]) -> None:
                 continue
         taken.setdefault(key, []).append((start, stop))
     graph.output_node().args = (tuple(nodes),)
-
-
-# Where the tracer and the kernels disagree about bytes. Found by comparing every storage of a run with the trace.
-_LOSSES = (aten.mse_loss.default, aten.smooth_l1_loss.default, aten.binary_cross_entropy.default, aten.soft_margin_loss.default)
-_KEEP_BASE = (
-    aten.copy.default,
-    aten.slice_scatter.default,
-    aten.select_scatter.default,
-    aten.diagonal_scatter.default,
-    aten.as_strided_scatter.default,
-    aten.col2im.default,
-)
-_NORMS = (
-    aten.native_layer_norm.default,
-    aten.native_group_norm.default,
-    aten._native_batch_norm_legit_functional.default,
-    aten._native_batch_norm_legit.no_stats,
-)
-_BAGS = (aten._embedding_bag.default, aten._embedding_bag_forward_only.default)
-_WINDOWS = tuple(getattr(aten, f"{kind}_window") for kind in ("bartlett", "blackman", "hamming", "hann", "kaiser"))
-
-
-def real_bytes(node: fx.Node, index: int, tensor: Tensor, held_bytes: Callable[[fx.Node], int]) -> int:
-    """Bytes of the storage a kernel makes for output ``index`` of ``node``, where ``tensor`` is its fake.
-
-    held_bytes  of the storage of an argument
-    """
-    size = storage_bytes(tensor)
-    arguments: list[Tensor] = [t for n in node.all_input_nodes for t in tensors_of(n)]
-    if node.target in _LOSSES and not tensor.dim():  # the number keeps the memory of all losses before their mean
-        return max(size, *(t.numel() * tensor.element_size() for t in arguments))
-    if node.target in _KEEP_BASE:  # clones the whole storage behind its first argument
-        return max(size, held_bytes(node.all_input_nodes[0]))
-    if node.target in _NORMS and index and tensor.device.type == "cpu":  # in mixed precision the statistics are fp32
-        return max(size, *(tensor.numel() * t.element_size() for t in arguments))
-    if node.target in _BAGS and tensor.device.type == "cpu" and size:  # made with a last entry that is cut off
-        longer = index == 1 or (index == 2 and node.args[7:8] == (True,))
-        return size + longer * tensor.element_size()
-    if getattr(node.target, "overloadpacket", None) in _WINDOWS and tensor.numel() > 1 and node.args[1:2] != (False,):
-        return size + tensor.element_size()  # periodic ones likewise
-    return size
-
-
-def cuda_bytes(size_bytes: int) -> int:
-    """What the CUDA caching allocator gives out for so many bytes: granules of 512."""
-    return -(-size_bytes // 512) * 512

@@ -1,0 +1,72 @@
+"""What FX nodes and operators are: their tensors, draws, effects. [torch]"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx
+
+from graphs.torch_private.names import OpOverload, is_operator, tree_leaves
+
+
+def tensors_of(node: fx.Node) -> list[Tensor]:
+    """All (fake) tensors a node holds."""
+    return [leaf for leaf in tree_leaves(node.meta.get("val")) if isinstance(leaf, Tensor)]
+
+
+def outputs_of(graph: fx.Graph) -> list[fx.Node]:
+    """The entries of the output node."""
+    return list(cast(Sequence[fx.Node], graph.output_node().args[0]))
+
+
+def attribute(node: fx.Node) -> Any:
+    """What a ``get_attr`` node stands for."""
+    return operator.attrgetter(str(node.target))(node.graph.owning_module)
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether a call may draw random numbers; a call of a higher-order operator does where its subgraph does."""
+    if calls_foreign(node):
+        return bool(tensors_of(node))  # else it acts on the outside world, and runs once
+    if not isinstance(node.target, OpOverload):
+        subgraphs = [attribute(n) for n in node.all_input_nodes if n.op == "get_attr"]
+        return any(is_random(n) for sub in subgraphs for n in sub.graph.nodes if n.op == "call_function")
+    if torch.Tag.nondeterministic_seeded not in node.target.tags:
+        return False
+    for i, argument in enumerate(node.target._schema.arguments):
+        if argument.name == "dropout_p":  # attention carries the tag even where nothing is dropped
+            given = node.args[i] if len(node.args) > i else node.kwargs.get("dropout_p", argument.default_value)
+            return bool(given != 0.0)
+    return True
+
+
+def calls_foreign(call: fx.Node) -> bool:
+    """Whether the operator of a call is foreign, or one that a higher-order operator is given: what writes to its arguments is
+    called so."""
+    return any(isinstance(each, OpOverload) and is_foreign(each) for each in (call.target, *call.args))
+
+
+def is_foreign(operator: OpOverload) -> bool:
+    """Whether an operator is none of PyTorch's own nor of ours: it may draw, on the host as well, or act on the outside
+    world without a tag that says so (``custom_op`` sets none)."""
+    return operator.namespace not in ("aten", "prims", "belady")
+
+
+def reads_seed_on_host(operator: OpOverload) -> bool:
+    """Whether an operator reads seed and offset on the host, outside of CUDA graphs, although fakes have them on the device, an
+    address of which would end the process: the backward of memory-efficient attention."""
+    return operator._schema.name.endswith("_efficient_attention_backward")
+
+
+def running_statistics(operator: OpOverload) -> tuple[int, ...]:
+    """Where running statistics stand among the arguments of an operator; most schemas do not say where they are written to."""
+    names = [argument.name for argument in operator._schema.arguments]
+    return tuple(names.index(name) for name in ("running_mean", "running_var") if name in names)
+
+
+def is_effect(node: fx.Node) -> bool:
+    """Whether a call acts on the outside world: known to the tracer to do so, or an operator that returns no tensor."""
+    return bool(node.meta.get("effect")) or (is_operator(node.target) and not tensors_of(node))

@@ -1,0 +1,72 @@
+"""The last of a traced graph before it is numbered: what a Graph has no words for is refused, the rest rewritten. [torch]"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from graphs.errors import CaptureError
+from graphs.rewriting.nodes import running_statistics, tensors_of
+from graphs.rewriting.rewrites import (
+    choose_batch_norm,
+    drop_unread_statistics,
+    fold_conjugates,
+    fuse_bernoulli,
+    settle_draws,
+)
+
+
+def settle(name: str, graph: fx.Graph) -> None:
+    """Refuse what a Graph has no words for, and have calls in the form in which they are run."""
+    _refuse_sparse(name, graph)
+    _refuse_unsaid_writes(name, graph)
+    _refuse_mixed_products(name, graph)
+    fuse_bernoulli(graph)
+    settle_draws(graph)
+    fold_conjugates(graph)
+    choose_batch_norm(graph)
+    drop_unread_statistics(graph)
+
+
+# They write to running statistics, and no replacement in a trace makes these results.
+_STATISTICS = (
+    torch.ops.aten.batch_norm_update_stats.default,
+    torch.ops.aten.batch_norm_gather_stats.default,
+    torch.ops.aten.batch_norm_gather_stats_with_counts.default,
+)
+
+
+def _refuse_unsaid_writes(name: str, graph: fx.Graph) -> None:
+    for target in _STATISTICS:
+        for node in graph.find_nodes(op="call_function", target=target):
+            if any(isinstance(node.args[at], fx.Node) for at in running_statistics(target)):
+                raise CaptureError(
+                    f"{name} calls {target}, which changes running statistics without saying so, and would do it again with each "
+                    f"recomputation; use F.batch_norm, or give it none and change them yourself"
+                )
+
+
+def _refuse_sparse(name: str, graph: fx.Graph) -> None:
+    sparse = next((node for node in graph.nodes if any(t.layout != torch.strided for t in tensors_of(node))), None)
+    if sparse is not None:
+        raise CaptureError(f"{name}: {sparse.name} ({sparse.target}) makes a sparse tensor; use dense gradients (sparse=False)")
+
+
+# Their stand-ins take factors of different dtypes, their kernels do not.
+_PRODUCTS = (
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.mv.default,
+    torch.ops.aten.addmv.default,
+)
+
+
+def _refuse_mixed_products(name: str, graph: fx.Graph) -> None:
+    for target in _PRODUCTS:
+        for node in graph.find_nodes(op="call_function", target=target):
+            factors = [t.dtype for factor in node.args[-2:] if isinstance(factor, fx.Node) for t in tensors_of(factor)]
+            if len(set(factors)) > 1:
+                raise CaptureError(
+                    f"{name} multiplies matrices of {' and '.join(map(str, factors))} ({target}), which must have one dtype; "
+                    f"convert the inputs to the dtype of the parameters"
+                )
