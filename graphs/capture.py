@@ -7,47 +7,29 @@ import dataclasses
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx, nn
-from torch.autograd import forward_ad
 
 from graphs.errors import CaptureError, InputError
-from graphs.fingerprint import Fingerprint
-from graphs.inputs import InputForm, Inputs, Loss, check_input, flatten, leaves_like, own_example, plain, splitter
 from graphs.ir import Graph
 from graphs.rewriting.nodes import outputs_of, tensors_of
 from graphs.rewriting.numbering import Numbering
-from graphs.rewriting.rewrites import (
-    lift_constants,
-    own_gradients,
-    remove_dead,
-)
+from graphs.rewriting.rewrites import lift_constants, own_gradients, remove_dead
 from graphs.rewriting.settling import settle
 from graphs.torch_private.joint import Joint
 from graphs.torch_private.names import ONE_TRACE_AT_A_TIME
 from graphs.torch_private.running import refusal_to_capture
-from graphs.torch_private.tensors import SameTensors, in_forward_mode, is_functorch_wrapped, memory_of, storage_key
-from graphs.tracing import Body, device_of, region_of, state_of, trace, written_late
+from graphs.torch_private.tensors import memory_of, storage_key
+from graphs.tracing.binding import Binding, Source
+from graphs.tracing.body import Body, device_of, region_of, state_of
+from graphs.tracing.inputs import InputForm, Inputs, Loss, check_input, flatten, leaves_like, own_example, plain, splitter
+from graphs.tracing.refusals import written_late
+from graphs.tracing.trace import trace
+from graphs.watching.fingerprint import Fingerprint
 
 __all__ = ["InputForm", "Inputs", "Loss", "Result", "Source", "Step", "bind", "capture", "numbered"]
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """Where the tensor of one placeholder comes from at run time.
-
-    kind    "parameter" and "buffer" of the model (``name`` is its qualified name), "input" (``index`` into the flattened
-            inputs, ``name`` for messages), "constant" (``name`` in ``Step.constants``: a tensor the model or its loss uses
-            that is neither parameter nor buffer), "tangent" (gradient of the loss, ones unless the caller says otherwise)
-    trainable  a parameter that requires a gradient
-    """
-
-    kind: Literal["parameter", "buffer", "input", "constant", "tangent"]
-    name: str = ""
-    index: int = -1
-    trainable: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,36 +41,6 @@ class Result:
 
     kind: Literal["loss", "gradient", "buffer"]
     name: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class _Want:
-    """What a tensor bound to a placeholder must be."""
-
-    shape: torch.Size
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> _Want:
-        return cls(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
-
-    def check(self, label: str, tensor: object) -> None:
-        if not isinstance(tensor, Tensor):
-            raise InputError(f"{label} is of type {type(tensor).__name__}, but the step was captured with a tensor")
-        if tensor.shape != self.shape:
-            raise InputError(f"{label} has shape {tuple(tensor.shape)}, but the step was captured with {tuple(self.shape)}")
-        if tensor.dtype != self.dtype:
-            raise InputError(f"{label} has dtype {tensor.dtype}, but the step was captured with {self.dtype}")
-        if tensor.device != self.device:
-            raise InputError(f"{label} is on {tensor.device}, but the step was captured on {self.device}")
-        if tensor.stride() != self.strides and not _same_layout(self.shape, tensor.stride(), self.strides):
-            like = torch.empty_strided(self.shape, self.strides, device="meta")
-            raise InputError(
-                f"{label} has strides {tensor.stride()}, but the step was captured with {self.strides}: "
-                f"give it with the captured layout{', .contiguous()' if like.is_contiguous() else ''}"
-            )
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -180,56 +132,12 @@ class Step:
         return {node: at for at, node in enumerate(self.module.graph.nodes)}
 
     @functools.cached_property
-    def _places(self) -> tuple[tuple[Mapping[str, Tensor], str] | None, ...]:
-        """For each source, where the model holds it: a dict of one of its modules, and the key."""
-
-        def place(source: Source) -> tuple[Mapping[str, Tensor], str] | None:
-            if source.kind not in ("parameter", "buffer"):
-                return None
-            path, _, key = source.name.rpartition(".")
-            part = self.model.get_submodule(path)
-            return cast(Any, part._parameters if source.kind == "parameter" else part._buffers), key
-
-        return tuple(map(place, self.sources))
-
-    @functools.cached_property
-    def _given(self) -> tuple[tuple[int, Source], ...]:
-        """The sources that are not the model's, with their indices."""
-        return tuple((i, source) for i, source in enumerate(self.sources) if source.kind not in ("parameter", "buffer"))
-
-    @functools.cached_property
-    def _like_before(self) -> SameTensors:
-        """What was bound last and found right."""
-        return SameTensors()
-
-    @functools.cached_property
-    def _shared(self) -> tuple[tuple[int, int], ...]:
-        """Pairs of placeholders whose tensors were one storage and count once."""
-        first: dict[int, int] = {}
-        values = [self.value_of[node] for node in self.module.graph.find_nodes(op="placeholder")]
-        return tuple((first[v], i) for i, v in enumerate(values) if first.setdefault(v, i) != i)
-
-    @functools.cached_property
-    def _written(self) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]]:
-        """The placeholders of buffers that change, and of what else may lie there (no parameters), with their Values."""
-        new = {result.name for result in self.results if result.kind == "buffer"}
-        values = [self.value_of[node] for node in self.module.graph.find_nodes(op="placeholder")]
-        written, others = [], []
-        for i, (source, value) in enumerate(zip(self.sources, values, strict=True)):
-            if source.kind == "buffer" and source.name in new:
-                written.append((i, value))
-            elif source.kind in ("buffer", "input", "constant"):
-                others.append((i, value))
-        return tuple(written), tuple(others)
-
-    @functools.cached_property
-    def _wanted(self) -> tuple[_Want, ...]:
-        return tuple(_Want.of(node.meta["val"]) for node in self.module.graph.find_nodes(op="placeholder"))
-
-
-def _same_layout(shape: Sequence[int], strides: Sequence[int], others: Sequence[int]) -> bool:
-    """Whether two strides place the elements alike: strides of dimensions of one element do not count."""
-    return 0 in shape or all(a == b for n, a, b in zip(shape, strides, others, strict=True) if n != 1)
+    def _binding(self) -> Binding:
+        placeholders = self.module.graph.find_nodes(op="placeholder")
+        values = [self.value_of[node] for node in placeholders]
+        changed = {result.name for result in self.results if result.kind == "buffer"}
+        wanted = [node.meta["val"] for node in placeholders]
+        return Binding(self.model, self.sources, self.constants, wanted, values, changed)
 
 
 def capture(
@@ -374,82 +282,7 @@ def bind(step: Step, inputs: Inputs, tangent: Tensor | None = None, *, detached:
     """
     leaves = leaves_like(step.form, inputs)
     step.fingerprint.check()
-    places = step._places
-    bound: list[Any] = [None if place is None else place[0].get(place[1]) for place in places]
-    for i, source in step._given:
-        if source.kind == "input":
-            bound[i] = leaves[source.index]
-        elif source.kind == "constant":
-            bound[i] = step.constants[source.name]
-        elif tangent is None:
-            want = step._wanted[i]
-            bound[i] = torch.ones(want.shape, dtype=want.dtype, device=want.device)
-        else:
-            bound[i] = tangent
-    # Most calls are like the one before, which one quick look tells; one by one they are only looked at to say what differs.
-    if not step._like_before.match(bound):
-        _check_one_by_one(step, bound)
-        step._like_before.remember(bound)
-    if in_forward_mode():
-        _check_tangents(step, bound)
-    if detached:
-        bound = [tensor if place is None else tensor.detach() for place, tensor in zip(places, bound, strict=True)]
-    for i, j in step._shared:
-        if storage_key(bound[i]) != storage_key(bound[j]):
-            names = f"{step.sources[i].name} and {step.sources[j].name}"
-            raise InputError(f"{names} shared their memory when the step was captured, and now do not; capture it again")
-    if step._written[0]:
-        _check_apart(step, bound)
-    return bound
-
-
-def _check_apart(step: Step, bound: list[Tensor]) -> None:
-    """Refuse that something lies in the memory of a buffer that changes, where it did not when the step was captured."""
-    written, others = step._written
-    changing: dict[int, tuple[int, int]] = {}
-    for i, value in written:
-        j, known = changing.setdefault(storage_key(bound[i]), (i, value))
-        if known != value:
-            raise InputError(_apart(step, j, i))
-    for i, value in others:
-        j, known = changing.get(storage_key(bound[i]), (i, value))
-        if known != value:
-            raise InputError(_apart(step, j, i))
-
-
-def _apart(step: Step, buffer: int, other: int) -> str:
-    names = [step.sources[i].name for i in (buffer, other)]
-    return (
-        f"{names[0]}, which the step changes, shares its memory with {names[1]}, but did not when the step was captured; give "
-        f"each its own"
-    )
-
-
-def _check_one_by_one(step: Step, bound: list[Any]) -> None:
-    """Refuse what differs from the captured step in a way the graph depends on."""
-    for source, want, tensor in zip(step.sources, step._wanted, bound, strict=True):
-        if isinstance(tensor, Tensor) and is_functorch_wrapped(tensor):
-            raise InputError(
-                f"{source.name or source.kind} belongs to a transform of torch.func (grad, jvp, vmap), in which a captured step "
-                f"takes no part; transform the model itself"
-            )
-        if source.kind in ("parameter", "buffer"):
-            if tensor is None:
-                raise InputError(f"{source.name} was removed after the step was captured; capture it again")
-            if tensor.requires_grad != source.trainable:
-                raise InputError(f"{source.name} was frozen or unfrozen after the step was captured; capture it again")
-        elif source.kind == "input" and isinstance(tensor, Tensor) and tensor.requires_grad:
-            raise InputError(f"{source.name} requires a gradient, but inputs get none; give it detached")
-        want.check(source.name or source.kind, tensor)
-
-
-def _check_tangents(step: Step, bound: list[Tensor]) -> None:
-    for source, tensor in zip(step.sources, bound, strict=True):
-        if forward_ad.unpack_dual(tensor).tangent is not None:  # type: ignore[no-untyped-call]
-            raise InputError(
-                f"{source.name or source.kind} has a tangent (torch.autograd.forward_ad), which a captured step would drop; call "
-                f"the model itself for forward-mode derivatives"
-            )
+    return step._binding.of(leaves, tangent, detached=detached)
 
 
 def _sources(

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from graphs.errors import InputError, check_positive
 from graphs.torch_private.names import tree_map_only
-from graphs.tracing import told
+from graphs.tracing.refusals import told
 
 Built = tuple[nn.Module, Any, Callable[..., Tensor] | None]
 

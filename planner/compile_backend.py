@@ -31,11 +31,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from graphs.as_eager.draws_in_place import draws_laid_out
+from graphs.as_eager.layouts import kernels_layouts
 from graphs.capture import Step, numbered
-from graphs.draws_in_place import draws_laid_out
 from graphs.errors import CaptureError, InfeasibleBudget, InputError, InvalidSchedule, NoScheduleFound
 from graphs.ir import Graph
-from graphs.layouts import kernels_layouts
 from graphs.rewriting.nodes import outputs_of, tensors_of
 from graphs.torch_private.names import ONE_TRACE_AT_A_TIME, BoxedCodeGen
 from graphs.torch_private.partitioned import changed_inputs, compile_partitioned, is_unwatched, parameter_inputs

@@ -19,8 +19,8 @@ from torch import Tensor, fx, nn
 
 from graphs.capture import Inputs, Step, bind
 from graphs.errors import InputError
-from graphs.inputs import is_of
-from graphs.tracing import region_of
+from graphs.tracing.body import region_of
+from graphs.tracing.inputs import is_of
 from planner.execution.draws import generators_of, undone_on_failure
 from planner.execution.halves import Halves, checked_peak, cut_in_halves, fit_halves
 from planner.execution.lowering import Code, placeholders, result_value

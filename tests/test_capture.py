@@ -27,9 +27,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from graphs.as_eager.layouts import _relaid, _smaller, kernels_layouts
 from graphs.capture import Inputs, Loss, Step, bind, capture
 from graphs.errors import CaptureError, InputError
-from graphs.layouts import _relaid, _smaller, kernels_layouts
 from graphs.torch_private.names import FakeTensorMode
 from planner.plan import plan
 from planner.schedule import keep_all
@@ -1812,7 +1812,7 @@ def test_gated_units_of_permuted_images(shape: tuple[int, ...]) -> None:
 def test_batch_norm_of_cudnn_is_asked_where_it_will_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU its operators run PyTorch's own kernels."""
     asked = []
-    for module in ("rewriting.rewrites", "layouts"):
+    for module in ("rewriting.rewrites", "as_eager.layouts"):
         monkeypatch.setattr(f"graphs.{module}.takes_cudnn_batch_norm", lambda *given: asked.append(given) or True)
     assert_trains_as_plain_pytorch(Permuted(nn.BatchNorm1d(96), 96), torch.randn(4, 40, 96), square)
     assert len(asked) >= 3  # for the graph, and for the layouts of both directions
@@ -1839,7 +1839,7 @@ def test_kernels_are_asked_on_little_memory_and_draw_nothing(monkeypatch: pytest
 def test_the_backward_of_attention_that_reads_its_seed_on_the_host_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its stand-ins have the seed on the device, whose address would end the process."""
     asked: list[Any] = []
-    monkeypatch.setattr("graphs.layouts._Layouts._ask", lambda self, mode, func, *rest: asked.append(func) or [None] * 4)
+    monkeypatch.setattr("graphs.as_eager.layouts._Layouts._ask", lambda self, mode, func, *rest: asked.append(func) or [None] * 4)
     aten = torch.ops.aten
     with kernels_layouts(), FakeTensorMode():
         q, k, v, gradient = (torch.empty(2, 64, 4, 16, device="cuda").transpose(1, 2) for _ in range(4))

@@ -18,7 +18,7 @@ from planner.methods import METHODS
 ROOT = Path(__file__).resolve().parents[1]
 BELOW = {"graphs": set(), "planner": {"graphs"}, "online": {"graphs", "planner"}}
 PARTS = {  # each imports those before it
-    "graphs": ("torch_private", "rewriting"),
+    "graphs": ("torch_private", "rewriting", "as_eager", "watching", "tracing"),
     "planner": ("process", "solvers", "walks", "least", "chains", "stages", "methods"),
 }
 ABOVE = {"belady", "scripts", "tests"}

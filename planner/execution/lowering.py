@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from graphs.as_eager.layouts import extent
 from graphs.capture import Step
-from graphs.layouts import extent
 from graphs.rewriting.nodes import outputs_of
 from graphs.torch_private.names import BoxedCodeGen
 from graphs.torch_private.tensors import storage_key

@@ -9,9 +9,9 @@ from typing import Any, cast
 from torch import Tensor
 
 from graphs.capture import Inputs, capture
-from graphs.inputs import plain
 from graphs.torch_private.names import tree_flatten
 from graphs.torch_private.tensors import storage_key
+from graphs.tracing.inputs import plain
 from planner.execute import PlannedModule, inputs_of_call
 from planner.plan import plan, with_costs
 from planner.result import Plan

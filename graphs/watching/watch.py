@@ -9,32 +9,21 @@ same ops: it then stays, as after any call.
 from __future__ import annotations
 
 import contextlib
-import random
-import sys
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from graphs.errors import CaptureError
-from graphs.fingerprint import OWN, content_of, described, label, same_content, same_plain
-from graphs.torch_private.names import FakeTensorMode, OpOverload, TorchDispatchMode, no_dispatch, tree_leaves
 from graphs.torch_private.patching import ABSENT, patched
-from graphs.torch_private.stand_ins import stand_ins_by
+from graphs.watching.calls import OF_THE_MODEL, Calls
+from graphs.watching.fingerprint import OWN, content_of, described, label, same_content, same_plain
+from graphs.watching.generators import numbers_now
+from graphs.watching.unseen import unseen_refused
 
-_FIRST_SEED = 0x5EED << 48  # of those that draws of a trace leave behind; unlike any that somebody gives
 _GENERATORS = "Python's generator (random)", "numpy's global generator (numpy.random)"
-_LOSS = "only those of the model may change in a step, so make the loss a part of the model, which then returns it"
-
-
-def written_elsewhere(name: str) -> str:
-    """What to say where a step writes to memory that is there before and after it, but is none of its model's."""
-    return (
-        f"{name} changes a tensor in place that is neither parameter nor buffer of the model; make it one with register_buffer "
-        f"(buffers of a loss: {_LOSS})"
-    )
 
 
 class Watch:
@@ -69,10 +58,10 @@ class Watch:
     @contextlib.contextmanager
     def call(self) -> Iterator[None]:
         """Around each call. Raises CaptureError where the call depends on what another call may have changed."""
-        numbers = _numbers_now()
-        calls = _Calls(self.name)
+        numbers = numbers_now()
+        calls = Calls(self.name)
         self._given = set()
-        with self._reading(), _unseen_refused(self.name, "forward"), calls, _compiled_apart(calls):
+        with self._reading(), unseen_refused(self.name, "forward"), calls, _compiled_apart(calls):
             yield
         self._compare_numbers(numbers, "forward")
         self._again = self._calls is not None
@@ -86,8 +75,8 @@ class Watch:
     def backward(self) -> Iterator[None]:
         """Around the backward of the latest call, where hooks and functions of somebody's own run. Raises CaptureError where it
         depends on what another step may have changed, or changes what another one reads."""
-        numbers = _numbers_now()
-        with self._reading(), _unseen_refused(self.name, "backward"):
+        numbers = numbers_now()
+        with self._reading(), unseen_refused(self.name, "backward"):
             yield
         self._compare_numbers(numbers, "backward")
         self._compare_attributes("backward")
@@ -109,7 +98,7 @@ class Watch:
             return None
         path, key = changed[0]
         if key == "_buffers" and path.partition(".")[0] == "loss":
-            return f"the loss of {self.name} gives its buffers other tensors; {_LOSS}"
+            return f"the loss of {self.name} gives its buffers other tensors; {OF_THE_MODEL}"
         return (
             f"{self.name} keeps something from one call to the next in its attribute {label(path, key)}, but a captured step "
             f"does the same in every call; keep it in buffers, or, where only the first call fills it, run the model once before"
@@ -149,7 +138,7 @@ class Watch:
             yield
 
     def _compare_numbers(self, before: tuple[object, ...], where: str) -> None:
-        for generator, then, now in zip(_GENERATORS, before, _numbers_now(), strict=True):
+        for generator, then, now in zip(_GENERATORS, before, numbers_now(), strict=True):
             if then != now:
                 raise CaptureError(
                     f"{self.name} draws from {generator} in its {where}, and a captured step would repeat one draw for ever; "
@@ -220,7 +209,7 @@ def _is_derived(part: nn.Module, key: str) -> bool:
 
 
 @contextlib.contextmanager
-def _compiled_apart(calls: _Calls) -> Iterator[None]:
+def _compiled_apart(calls: Calls) -> Iterator[None]:
     """Leave unwatched what is handed to the compiler, as torch.cond does with its branches: it cannot compile the watching."""
     compile_ = torch.compile
 
@@ -237,186 +226,3 @@ def _compiled_apart(calls: _Calls) -> Iterator[None]:
 
     with patched(torch, "compile", compile_unwatched):
         yield
-
-
-@contextlib.contextmanager
-def seeding_refused(name: str, where: torch.device) -> Iterator[Callable[[], None]]:
-    """Refuse that what is traced seeds a generator or sets its state, which is no operator call. To be called at its end.
-
-    Nothing is drawn in a trace, and a state put back would be the one that is there. So each draw gives the generators another
-    seed, and looks whether they still have the one from before. Afterwards they are as they were.
-    """
-    seed = _FIRST_SEED
-    before: dict[torch.Generator, Tensor] = {}
-
-    def watch(generators: Iterable[torch.Generator]) -> None:
-        nonlocal seed
-        for generator in generators:
-            if generator not in before:
-                before[generator] = generator.get_state()
-        seed += 1
-        for generator in before:
-            generator.manual_seed(seed)
-
-    def look() -> None:
-        if any(generator.initial_seed() != seed for generator in before):
-            raise CaptureError(
-                f"{name} seeds a generator or sets its state, but a captured step would draw other numbers; keep what is drawn, "
-                f"or seed before the step"
-            )
-
-    def call(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any, plain: Callable[[], Any]) -> Any:
-        if isinstance(func, OpOverload) and torch.Tag.nondeterministic_seeded in func.tags:
-            look()
-            watch(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Generator))
-        return plain()
-
-    try:
-        on_cuda = torch.cuda.default_generators if where.type == "cuda" else ()  # none where there is no such device
-        watch([torch.default_generator, *on_cuda])
-        with stand_ins_by(call):
-            yield look
-    finally:
-        for generator, state in before.items():
-            generator.set_state(state)
-
-
-@contextlib.contextmanager
-def _unseen_refused(name: str, where: str) -> Iterator[None]:
-    """Refuse what changes a step's numbers and is no operator call, so that a trace would leave it out."""
-
-    def refusal(what: str) -> Callable[..., Any]:
-        def refuse(*args: Any, **kwargs: Any) -> Any:
-            raise CaptureError(f"{name} {what}")
-
-        return refuse
-
-    assigns = refusal(
-        f"assigns the .data of a tensor in its {where}, which a captured step would not see; write into the tensor in place"
-    )
-    packs = refusal(
-        f"packs saved tensors by hooks (saved_tensors_hooks) in its {where}, which a captured step would not call; take them "
-        f"away, a plan saves memory in their place"
-    )
-    hooks = torch.autograd.graph.saved_tensors_hooks
-    enter = hooks.__enter__
-
-    def enter_known(one: Any) -> None:
-        (packs if type(one) is hooks else enter)(one)  # checkpoints and the like, which change no numbers, have their own class
-
-    sets_dtype = refusal(
-        f"sets another default dtype in its {where}, which a captured step would not see; give each tensor its dtype"
-    )
-    set_dtype = torch.set_default_dtype
-
-    def set_same(dtype: torch.dtype) -> None:
-        (set_dtype if dtype is torch.get_default_dtype() else sets_dtype)(dtype)
-
-    rounds = refusal(
-        f"calls F.bilinear under autocast in its {where}, which rounds inside of that operator where a captured step, with its "
-        f"casts in the graph, would not; leave the region for that call (torch.autocast(..., enabled=False))"
-    )
-
-    def bilinear(input1: Tensor, *others: Any, **named: Any) -> Tensor:
-        known = not torch.is_autocast_enabled(input1.device.type)
-        result: Tensor = (torch_bilinear if known else rounds)(input1, *others, **named)
-        return result
-
-    torch_bilinear = torch.bilinear
-    data: Any = Tensor.data
-    with (
-        patched(torch, "bilinear", bilinear),
-        patched(nn.functional, "bilinear", bilinear),
-        patched(Tensor, "data", property(data.__get__, assigns)),
-        patched(hooks, "__enter__", enter_known),
-        patched(torch, "set_default_dtype", set_same),
-    ):
-        yield
-
-
-class _Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Writes down every operator call and its arguments; tensors by the order in which they appear, real ones by content, and
-    generators themselves."""
-
-    supports_higher_order_operators = True
-    LIMIT = 1 << 20  # elements; larger tensors are data, not something made up in a forward
-
-    def __init__(self, name: str) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.name = name
-        self.made: list[tuple[Any, ...]] = []
-        self._numbers: dict[int, int] = {}
-        self._alive: list[Tensor] = []  # no id is given twice
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        self.made.append((func, *map(self._sign, tree_leaves((args, kwargs)))))
-        if isinstance(func, OpOverload) and func._schema.is_mutable:
-            self._check_writes(func, args, kwargs)
-        result = func(*args, **kwargs)
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor):
-                self._number(leaf)
-        return result
-
-    @contextlib.contextmanager
-    def suspended(self) -> Iterator[None]:
-        """Out of the way for a while; no other mode may have been entered since."""
-        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        try:
-            yield
-        finally:
-            self.__enter__()  # type: ignore[no-untyped-call]
-
-    def forget(self) -> None:
-        """Let the tensors go."""
-        self._alive.clear()
-
-    def _number(self, tensor: Tensor) -> int:
-        if id(tensor) not in self._numbers:
-            self._numbers[id(tensor)] = len(self._numbers)
-            self._alive.append(tensor)
-        return self._numbers[id(tensor)]
-
-    def _check_writes(self, func: OpOverload[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Refuse a write into memory that is there before and after the step, before it is done."""
-        for i, argument in enumerate(func._schema.arguments):
-            given = args[i] if i < len(args) else kwargs.get(argument.name)
-            if argument.alias_info is None or not argument.alias_info.is_write:
-                continue
-            if any(type(leaf) in (Tensor, nn.Parameter) for leaf in tree_leaves(given)):
-                raise CaptureError(written_elsewhere(self.name))
-
-    def _sign(self, leaf: object) -> object:
-        if isinstance(leaf, torch.Generator):
-            return leaf
-        if not isinstance(leaf, Tensor):
-            return repr(leaf) if isinstance(leaf, bool | int | float | complex | str | None) else type(leaf).__name__
-        new = id(leaf) not in self._numbers
-        number = self._number(leaf)
-        if new and type(leaf) is Tensor and leaf.device.type == "cpu" and leaf.numel() <= self.LIMIT:
-            with no_dispatch():
-                return number, leaf.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-        return number
-
-
-def _numbers_now() -> tuple[object, ...]:
-    """States of the generators that are not torch's: Python's own, numpy's where it is there."""
-    numpy = sys.modules.get("numpy")
-    if numpy is None:
-        return random.getstate(), None
-    kind, key, *rest = numpy.random.get_state()
-    return random.getstate(), (kind, key.tobytes(), *rest)
-
-
-@contextlib.contextmanager
-def generators_kept() -> Iterator[None]:
-    """Put the generators that are not torch's back afterwards."""
-    python, numpy = random.getstate(), sys.modules.get("numpy")
-    state = None if numpy is None else numpy.random.get_state()
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        if numpy is not None:
-            numpy.random.set_state(state)

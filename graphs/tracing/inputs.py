@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from graphs.errors import CaptureError, InputError
-from graphs.fingerprint import same_plain
 from graphs.torch_private.names import (
     TreeSpec,
     is_traceable_wrapper_subclass,
@@ -20,6 +19,7 @@ from graphs.torch_private.names import (
     tree_flatten_with_path,
     tree_unflatten,
 )
+from graphs.watching.fingerprint import same_plain
 
 Inputs = Tensor | Sequence[Any] | Mapping[str, Any]
 Loss = Callable[..., Tensor]

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphs.ctc import CTC_BACKWARDS
+from graphs.as_eager.ctc import CTC_BACKWARDS
 from graphs.rewriting.nodes import reads_seed_on_host
 from graphs.torch_private.kernels import onednn_as, onednn_enabled, takes_cudnn_batch_norm
 from graphs.torch_private.names import (

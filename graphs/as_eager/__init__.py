@@ -1,0 +1,8 @@
+"""Where a trace would differ from eager execution: it is made to compute the same, into memory laid out the same.
+
+ctc             what stands in for the CTC loss
+draws_in_place  draws into memory that is laid out otherwise than contiguous
+layouts         the strides that kernels give their results
+products        derivatives of ``prod`` and ``cumprod``
+variances       the loss of Gaussians checks its variances when the step runs
+"""

@@ -1,0 +1,87 @@
+"""What to say where a trace fails. [torch]"""
+
+from __future__ import annotations
+
+import traceback
+from pathlib import Path
+
+import torch
+
+from graphs.errors import CaptureError
+from graphs.torch_private.names import (
+    DATA_DEPENDENT,
+    LOOKS_FOR_CAUSAL,
+)
+from graphs.watching.calls import written_elsewhere
+
+
+def refusal(name: str, error: Exception) -> CaptureError:
+    """What to say where a trace fails."""
+    if any(frame.name == LOOKS_FOR_CAUSAL for frame in traceback.extract_tb(error.__traceback__)):
+        return CaptureError(
+            f"{name} gives a mask to PyTorch's transformer layers, which look into it to see whether it is causal"
+            f"{_place(error)}; say so in that call (is_causal=, for the mask of a target tgt_is_causal=): True where it is, else "
+            f"False"
+        )
+    if isinstance(error, DATA_DEPENDENT):
+        if any(frame.filename.endswith("distributions/distribution.py") for frame in traceback.extract_tb(error.__traceback__)):
+            remedy = (
+                "give the distribution validate_args=False, so that it does not look at its arguments (StudentT and others hand "
+                "this on to none they are made of: call torch.distributions.Distribution.set_default_validate_args(False))"
+            )
+        elif "aten.equal" in str(error) and "istft" in _place(error):
+            remedy = "give istft a window that is made in the forward (torch.hann_window), since it checks what that sums up to"
+        else:
+            remedy = (
+                "rewrite that part with torch.where or masks of fixed shape, or train without a plan, in a block of online.budget"
+            )
+        return CaptureError(
+            f"{name} branches on data, or has shapes that depend on it ({_first_line(error)}{_place(error)}); {remedy}"
+        )
+    if isinstance(error, SyntaxError) and "aten.random.from(" in (error.text or ""):  # ``from`` is a keyword
+        return CaptureError(f"{name} calls random_ with two bounds, which PyTorch's tracer cannot write down; call torch.randint")
+    if "entirely functional graph" in str(error):
+        return CaptureError(written_elsewhere(name))
+    if "ViewBaseAOTInput" in str(error) or "non-differentiable view input mutations" in str(error):
+        return CaptureError(
+            f"{name} changes a tensor in its forward whose memory another buffer, parameter or input has too; give each its own"
+        )
+    if reads_an_earlier_call(error):
+        return CaptureError(
+            f"{name} does not do the same in every call (it reads a tensor that an earlier call has made{_place(error)}), as a "
+            f"captured step would; where the first call fills a cache, run the model once before"
+        )
+    targets = isinstance(error, TypeError) and "forward() takes" in str(error)
+    remedy = "; where the last inputs are targets, give the loss that takes them as loss=" if targets else ""
+    return CaptureError(f"{name} cannot be traced: {told(error)}{remedy}")
+
+
+def reads_an_earlier_call(error: Exception) -> bool:
+    """Whether a call reads a tensor that an earlier one has made. From torch 2.13 on it can, and the calls are seen to differ."""
+    return "in tensor_tracker" in str(error)
+
+
+def told(error: Exception) -> str:
+    """An error of somebody else's code, in one line: what it is, and where it comes from."""
+    return f"{type(error).__name__}: {_first_line(error)}{_place(error)}"
+
+
+def _place(error: Exception) -> str:
+    """Where in the model or its libraries an error comes from, for a message."""
+    ours = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not frame.filename.startswith((*ours, "<frozen")):  # the last are imports
+            return f", at {frame.filename.rpartition('site-packages/')[2]}:{frame.lineno}: {frame.line}"
+    return ""
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n", 1)[0]
+
+
+def written_late(name: str, what: str) -> str:
+    """What to say where a backward writes to what a step has from before it."""
+    return (
+        f"{name} changes {what} in its backward (in a hook or a function of its own), and a captured step changes buffers in its "
+        f"forward only; change it there, or outside of the step"
+    )

@@ -1,0 +1,189 @@
+"""A model, its loss and its inputs become one traced graph; the model stays as it is. [torch]"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from graphs.as_eager.ctc import ctc_traced
+from graphs.as_eager.draws_in_place import draws_laid_out
+from graphs.as_eager.layouts import kernels_layouts
+from graphs.as_eager.products import products_traced
+from graphs.as_eager.variances import variances_checked_later
+from graphs.errors import CaptureError
+from graphs.rewriting.nodes import calls_foreign
+from graphs.rewriting.rewrites import read_sources_directly
+from graphs.torch_private.joint import Joint, as_if_compiling, selective_checkpoints_off, trace_joint
+from graphs.torch_private.names import DATA_DEPENDENT, TreeSpec, tree_unflatten
+from graphs.torch_private.running import around_backwards, holding
+from graphs.torch_private.stand_ins import to_fake
+from graphs.tracing.body import Body
+from graphs.tracing.constants import Constants
+from graphs.tracing.refusals import reads_an_earlier_call, refusal, written_late
+from graphs.watching.generators import generators_kept, seeding_refused
+from graphs.watching.leaks import Caches
+from graphs.watching.watch import Watch
+
+
+def trace(
+    name: str,
+    body: Body,
+    state: Mapping[str, Tensor],
+    leaves: list[Any],
+    spec: TreeSpec,
+    where: torch.device,
+    autocast: torch.dtype | None,
+) -> tuple[Joint, Watch]:
+    """Trace forward, loss and backward of ``body`` on the inputs with these leaves; ``state`` is that of its model.
+
+    Nothing is changed: not the model, whatever its forward assigns, and no generator; but for what any first call sets up (see
+    ``graphs.watching``). Raises CaptureError.
+    """
+    slots = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+
+    watch, caches = Watch(name, body), Caches(body)
+    assigned: set[str] = set()  # buffers the forward gives other tensors; it may read the old ones, so these are kept apart
+    held: dict[str, Tensor] = {}  # what the model holds during the latest call and its backward
+    in_call = False
+    here = threading.get_ident()
+    constants: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
+
+    def run(state_now: list[Tensor], tensors_now: list[Tensor]) -> Tensor:
+        nonlocal held, in_call
+        filled = list(leaves)
+        for i, tensor in zip(slots, tensors_now, strict=True):
+            filled[i] = tensor
+        given = {f"model.{key}": tensor for key, tensor in zip(state, state_now, strict=True)}
+        held = given
+        passed = {key: tensor.clone() if key in assigned else tensor for key, tensor in given.items()}
+        after = dict(passed)
+        # The backward stays outside of the region, as it does in a training loop.
+        region = contextlib.nullcontext() if autocast is None else torch.autocast(where.type, dtype=autocast)
+        in_call = True
+        try:
+            with region, constants(), watch.call():
+                loss = torch.func.functional_call(body, after, (tree_unflatten(filled, spec),))
+        finally:
+            in_call = False
+        assert isinstance(loss, Tensor)
+        for key in given:
+            if after[key] is not passed[key]:
+                _assigned(name, key.removeprefix("model."), given[key], after[key])
+                assigned.add(key)
+        return loss
+
+    @contextlib.contextmanager
+    def backward() -> Iterator[None]:
+        """Around each pass of autograd: that of the step, in which hooks and functions of somebody's own find in the model what
+        the forward found there, and others inside of it or of a forward."""
+        nonlocal in_call
+        if threading.get_ident() != here:  # somebody else trains meanwhile
+            yield
+            return
+        gradients = {key: tensor.grad for key, tensor in held.items() if tensor.is_leaf}
+        if in_call:
+            yield
+        else:
+            in_call, now = True, dict(held)
+            try:
+                with watch.backward(), holding(body, now):
+                    yield
+            finally:
+                in_call = False
+            for key, tensor in held.items():
+                if now[key] is not tensor:
+                    raise CaptureError(written_late(name, key.removeprefix("model.")))
+        for key, gradient in gradients.items():
+            if held[key].is_leaf and held[key].grad is not gradient:
+                raise CaptureError(
+                    f"{name} calls backward in its forward or in a backward of its own, which adds to the gradient of "
+                    f"{key.removeprefix('model.')} where a captured step would not see it; use torch.autograd.grad, and return "
+                    f"what belongs to a parameter from the backward"
+                )
+
+    def attempt(known: bool = False) -> tuple[Joint, Watch]:
+        nonlocal watch, constants
+        watch = Watch(name, body)
+        constants = Constants if known else contextlib.nullcontext
+        with (
+            _plain_context(where),
+            _untouched(watch, where),
+            ctc_traced(),
+            products_traced(),
+            variances_checked_later(),
+            kernels_layouts(),
+            draws_laid_out(),
+            selective_checkpoints_off(),
+            around_backwards(backward),
+            seeding_refused(name, where) as look_at_generators,
+        ):
+            fakes = to_fake([*state.values(), *(leaves[i].detach() for i in slots)])
+            try:
+                joint = trace_joint(run, fakes[: len(state)], fakes[len(state) :], look_at_generators, calls_foreign)
+            except Exception as error:
+                kept = watch.explain() if reads_an_earlier_call(error) else None  # before its containers are put back
+                caches.forget_traced()
+                kept = kept or watch.explain()
+                if kept is None or isinstance(error, CaptureError):
+                    raise
+                raise CaptureError(kept) from error
+        watch.settle()
+        if assigned:
+            read_sources_directly(joint.module.graph)
+        return joint, watch
+
+    failed: Exception | None = None  # where it is not by the data
+    try:
+        with contextlib.suppress(*DATA_DEPENDENT):
+            return attempt()
+        with contextlib.suppress(*DATA_DEPENDENT):
+            return attempt(known=True)
+    except CaptureError:
+        raise
+    except Exception as error:
+        failed = error
+    try:
+        # Libraries then leave out shortcuts for which they look at the data, and kernels whose fakes refuse what they take.
+        with as_if_compiling():
+            return attempt(known=True)
+    except Exception as error:
+        if failed is None and isinstance(error, CaptureError):
+            raise
+        failed = failed or error
+    raise refusal(name, failed) from failed
+
+
+def _assigned(name: str, key: str, before: Tensor, after: object) -> None:
+    """A forward that assigns a buffer anew means the same as one that writes into it."""
+    same = isinstance(after, Tensor) and (after.shape, after.dtype, after.device) == (before.shape, before.dtype, before.device)
+    if isinstance(before, nn.Parameter) or not same or not isinstance(after, Tensor):
+        raise CaptureError(f"{name} replaces {key} in its forward by something else; write into it in place")
+    with torch.no_grad():
+        before.copy_(after)
+
+
+@contextlib.contextmanager
+def _plain_context(where: torch.device) -> Iterator[None]:
+    """Gradients on, autocast off."""
+    ambient = torch.is_autocast_enabled(where.type)
+    torch.set_autocast_enabled(where.type, False)
+    try:
+        with torch.inference_mode(False), torch.enable_grad():
+            yield
+    finally:
+        torch.set_autocast_enabled(where.type, ambient)
+
+
+@contextlib.contextmanager
+def _untouched(watch: Watch, where: torch.device) -> Iterator[None]:
+    """Undo what a traced forward leaves behind: attributes of modules, and draws from the random generators."""
+    with generators_kept(), torch.random.fork_rng([where] if where.type == "cuda" else []):
+        try:
+            yield
+        finally:
+            watch.undo()

@@ -1,0 +1,66 @@
+"""What changes a step's numbers and is no operator call, so that a trace would leave it out. [torch]"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from graphs.errors import CaptureError
+from graphs.torch_private.patching import patched
+
+
+@contextlib.contextmanager
+def unseen_refused(name: str, where: str) -> Iterator[None]:
+    """Refuse what changes a step's numbers and is no operator call, so that a trace would leave it out."""
+
+    def refusal(what: str) -> Callable[..., Any]:
+        def refuse(*args: Any, **kwargs: Any) -> Any:
+            raise CaptureError(f"{name} {what}")
+
+        return refuse
+
+    assigns = refusal(
+        f"assigns the .data of a tensor in its {where}, which a captured step would not see; write into the tensor in place"
+    )
+    packs = refusal(
+        f"packs saved tensors by hooks (saved_tensors_hooks) in its {where}, which a captured step would not call; take them "
+        f"away, a plan saves memory in their place"
+    )
+    hooks = torch.autograd.graph.saved_tensors_hooks
+    enter = hooks.__enter__
+
+    def enter_known(one: Any) -> None:
+        (packs if type(one) is hooks else enter)(one)  # checkpoints and the like, which change no numbers, have their own class
+
+    sets_dtype = refusal(
+        f"sets another default dtype in its {where}, which a captured step would not see; give each tensor its dtype"
+    )
+    set_dtype = torch.set_default_dtype
+
+    def set_same(dtype: torch.dtype) -> None:
+        (set_dtype if dtype is torch.get_default_dtype() else sets_dtype)(dtype)
+
+    rounds = refusal(
+        f"calls F.bilinear under autocast in its {where}, which rounds inside of that operator where a captured step, with its "
+        f"casts in the graph, would not; leave the region for that call (torch.autocast(..., enabled=False))"
+    )
+
+    def bilinear(input1: Tensor, *others: Any, **named: Any) -> Tensor:
+        known = not torch.is_autocast_enabled(input1.device.type)
+        result: Tensor = (torch_bilinear if known else rounds)(input1, *others, **named)
+        return result
+
+    torch_bilinear = torch.bilinear
+    data: Any = Tensor.data
+    with (
+        patched(torch, "bilinear", bilinear),
+        patched(nn.functional, "bilinear", bilinear),
+        patched(Tensor, "data", property(data.__get__, assigns)),
+        patched(hooks, "__enter__", enter_known),
+        patched(torch, "set_default_dtype", set_same),
+    ):
+        yield
