@@ -44,57 +44,132 @@ def trace(
     Nothing is changed: not the model, whatever its forward assigns, and no generator; but for what any first call sets up (see
     ``graphs.watching``). Raises CaptureError.
     """
-    slots = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    attempts = _Attempts(name, body, state, leaves, spec, where, autocast)
+    failed: Exception | None = None  # where it is not by the data
+    try:
+        with contextlib.suppress(*DATA_DEPENDENT):
+            return attempts.once()
+        with contextlib.suppress(*DATA_DEPENDENT):
+            return attempts.once(known=True)
+    except CaptureError:
+        raise
+    except Exception as error:
+        failed = error
+    try:
+        # Libraries then leave out shortcuts for which they look at the data, and kernels whose fakes refuse what they take.
+        with as_if_compiling():
+            return attempts.once(known=True)
+    except Exception as error:
+        if failed is None and isinstance(error, CaptureError):
+            raise
+        failed = failed or error
+    raise refusal(name, failed) from failed
 
-    watch, caches = Watch(name, body), Caches(body)
-    assigned: set[str] = set()  # buffers the forward gives other tensors; it may read the old ones, so these are kept apart
-    held: dict[str, Tensor] = {}  # what the model holds during the latest call and its backward
-    in_call = False
-    here = threading.get_ident()
-    constants: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
 
-    def run(state_now: list[Tensor], tensors_now: list[Tensor]) -> Tensor:
-        nonlocal held, in_call
-        filled = list(leaves)
-        for i, tensor in zip(slots, tensors_now, strict=True):
+class _Attempts:
+    """Attempts at one trace, each with a new record of what the forward does to its model."""
+
+    def __init__(
+        self,
+        name: str,
+        body: Body,
+        state: Mapping[str, Tensor],
+        leaves: list[Any],
+        spec: TreeSpec,
+        where: torch.device,
+        autocast: torch.dtype | None,
+    ) -> None:
+        self.name = name
+        self.body = body
+        self.state = state
+        self.leaves = leaves
+        self.spec = spec
+        self.where = where
+        self.autocast = autocast
+        self._slots = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        self._watch, self._caches = Watch(name, body), Caches(body)
+        self._assigned: set[str] = (
+            set()
+        )  # buffers the forward gives other tensors; it may read the old ones: these are kept apart
+        self._held: dict[str, Tensor] = {}  # what the model holds during the latest call and its backward
+        self._in_call = False
+        self._here = threading.get_ident()
+        self._constants: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
+
+    def once(self, *, known: bool = False) -> tuple[Joint, Watch]:
+        """Trace. ``known``: the model may branch on what depends on no input."""
+        watch = self._watch = Watch(self.name, self.body)
+        self._constants = Constants if known else contextlib.nullcontext
+        with (
+            _plain_context(self.where),
+            _untouched(watch, self.where),
+            ctc_traced(),
+            products_traced(),
+            variances_checked_later(),
+            kernels_layouts(),
+            draws_laid_out(),
+            selective_checkpoints_off(),
+            around_backwards(self._backward),
+            seeding_refused(self.name, self.where) as look_at_generators,
+        ):
+            count = len(self.state)
+            fakes = to_fake([*self.state.values(), *(self.leaves[i].detach() for i in self._slots)])
+            try:
+                joint = trace_joint(self._forward, fakes[:count], fakes[count:], look_at_generators, calls_foreign)
+            except Exception as error:
+                kept = watch.explain() if reads_an_earlier_call(error) else None  # before its containers are put back
+                self._caches.forget_traced()
+                kept = kept or watch.explain()
+                if kept is None or isinstance(error, CaptureError):
+                    raise
+                raise CaptureError(kept) from error
+        watch.settle()
+        if self._assigned:
+            read_sources_directly(joint.module.graph)
+        return joint, watch
+
+    def _forward(self, state_now: list[Tensor], tensors_now: list[Tensor]) -> Tensor:
+        """The loss, with these stand-ins for state and inputs."""
+        filled = list(self.leaves)
+        for i, tensor in zip(self._slots, tensors_now, strict=True):
             filled[i] = tensor
-        given = {f"model.{key}": tensor for key, tensor in zip(state, state_now, strict=True)}
-        held = given
-        passed = {key: tensor.clone() if key in assigned else tensor for key, tensor in given.items()}
+        given = {f"model.{key}": tensor for key, tensor in zip(self.state, state_now, strict=True)}
+        self._held = given
+        passed = {key: tensor.clone() if key in self._assigned else tensor for key, tensor in given.items()}
         after = dict(passed)
         # The backward stays outside of the region, as it does in a training loop.
-        region = contextlib.nullcontext() if autocast is None else torch.autocast(where.type, dtype=autocast)
-        in_call = True
+        region = contextlib.nullcontext() if self.autocast is None else torch.autocast(self.where.type, dtype=self.autocast)
+        self._in_call = True
         try:
-            with region, constants(), watch.call():
-                loss = torch.func.functional_call(body, after, (tree_unflatten(filled, spec),))
+            with region, self._constants(), self._watch.call():
+                loss = torch.func.functional_call(self.body, after, (tree_unflatten(filled, self.spec),))
         finally:
-            in_call = False
+            self._in_call = False
         assert isinstance(loss, Tensor)
         for key in given:
             if after[key] is not passed[key]:
-                _assigned(name, key.removeprefix("model."), given[key], after[key])
-                assigned.add(key)
+                _assigned(self.name, key.removeprefix("model."), given[key], after[key])
+                self._assigned.add(key)
         return loss
 
     @contextlib.contextmanager
-    def backward() -> Iterator[None]:
+    def _backward(self) -> Iterator[None]:
         """Around each pass of autograd: that of the step, in which hooks and functions of somebody's own find in the model what
         the forward found there, and others inside of it or of a forward."""
-        nonlocal in_call
-        if threading.get_ident() != here:  # somebody else trains meanwhile
+        if threading.get_ident() != self._here:  # somebody else trains meanwhile
             yield
             return
+        name, held = self.name, self._held
         gradients = {key: tensor.grad for key, tensor in held.items() if tensor.is_leaf}
-        if in_call:
+        if self._in_call:
             yield
         else:
-            in_call, now = True, dict(held)
+            self._in_call, now = True, dict(held)
             try:
-                with watch.backward(), holding(body, now):
+                with self._watch.backward(), holding(self.body, now):
                     yield
             finally:
-                in_call = False
+                self._in_call = False
             for key, tensor in held.items():
                 if now[key] is not tensor:
                     raise CaptureError(written_late(name, key.removeprefix("model.")))
@@ -105,57 +180,6 @@ def trace(
                     f"{key.removeprefix('model.')} where a captured step would not see it; use torch.autograd.grad, and return "
                     f"what belongs to a parameter from the backward"
                 )
-
-    def attempt(known: bool = False) -> tuple[Joint, Watch]:
-        nonlocal watch, constants
-        watch = Watch(name, body)
-        constants = Constants if known else contextlib.nullcontext
-        with (
-            _plain_context(where),
-            _untouched(watch, where),
-            ctc_traced(),
-            products_traced(),
-            variances_checked_later(),
-            kernels_layouts(),
-            draws_laid_out(),
-            selective_checkpoints_off(),
-            around_backwards(backward),
-            seeding_refused(name, where) as look_at_generators,
-        ):
-            fakes = to_fake([*state.values(), *(leaves[i].detach() for i in slots)])
-            try:
-                joint = trace_joint(run, fakes[: len(state)], fakes[len(state) :], look_at_generators, calls_foreign)
-            except Exception as error:
-                kept = watch.explain() if reads_an_earlier_call(error) else None  # before its containers are put back
-                caches.forget_traced()
-                kept = kept or watch.explain()
-                if kept is None or isinstance(error, CaptureError):
-                    raise
-                raise CaptureError(kept) from error
-        watch.settle()
-        if assigned:
-            read_sources_directly(joint.module.graph)
-        return joint, watch
-
-    failed: Exception | None = None  # where it is not by the data
-    try:
-        with contextlib.suppress(*DATA_DEPENDENT):
-            return attempt()
-        with contextlib.suppress(*DATA_DEPENDENT):
-            return attempt(known=True)
-    except CaptureError:
-        raise
-    except Exception as error:
-        failed = error
-    try:
-        # Libraries then leave out shortcuts for which they look at the data, and kernels whose fakes refuse what they take.
-        with as_if_compiling():
-            return attempt(known=True)
-    except Exception as error:
-        if failed is None and isinstance(error, CaptureError):
-            raise
-        failed = failed or error
-    raise refusal(name, failed) from failed
 
 
 def _assigned(name: str, key: str, before: Tensor, after: object) -> None:
