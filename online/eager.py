@@ -42,35 +42,16 @@ from graphs.torch_private.running import (
     is_active,
 )
 from graphs.torch_private.tensors import REPLACES_IN_PLACE, in_no_tensor, is_functorch_wrapped, is_zero_stand_in, replace_content
+from online.blocks.estimates import BOUNDS, CostModel, Key, counted_bytes, foreseen, remember, sizes_of
+from online.blocks.interposition import Operators, RawReads
+from online.blocks.kinds import GIVEN, Entry, Kind, kind_of
+from online.blocks.recipes import STRIDED, Content, Gone, Known, Notice, Recipe, View, WithoutMemory, check_layout, new_storages
+from online.blocks.tensors import tensors_in
+from online.blocks.workspace import Workspace, learned_workspaces
 from online.engine import Counters, Option, OutOfMemory, Release, Thrashed
 from online.growing import GrowingEngine
 from online.heuristics import HEURISTICS
-from online.interposition import Operators, RawReads, tensors_in
-from online.recipes import (
-    BOUNDS,
-    GIVEN,
-    STRIDED,
-    Content,
-    CostModel,
-    Entry,
-    Gone,
-    Key,
-    Kind,
-    Known,
-    Notice,
-    Recipe,
-    View,
-    WithoutMemory,
-    check_layout,
-    counted_bytes,
-    foreseen,
-    kind_of,
-    new_storages,
-    remember,
-    sizes_of,
-)
 from online.runtime import Failure, Run, RunStatus, check_thrash_limit, rule
-from online.workspace import Workspace, learned_workspaces
 from planner.budget import is_share, resolve_budget
 from planner.execution.draws import generator_state
 from planner.process.pauses import old_objects_left_alone

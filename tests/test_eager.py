@@ -28,12 +28,13 @@ from torch.utils._pytree import tree_leaves
 from graphs.errors import BudgetExceeded, CaptureError, InputError, NoScheduleFound
 from graphs.torch_private.names import without_torch_function
 from graphs.torch_private.tensors import REPLACES_IN_PLACE
-from online import recipes
 from online import run as run_online
+from online.blocks import estimates
+from online.blocks.kinds import kind_of
+from online.blocks.recipes import Recipe
 from online.eager import EagerRun, budget
 from online.growing import GrowingEngine
 from online.heuristics import HEURISTICS, Pool
-from online.recipes import Recipe
 from planner import plan
 from planner.simulate import simulate
 
@@ -600,8 +601,8 @@ def test_what_a_recurrent_layer_hands_to_its_backward_is_written_over_there() ->
     """No schema says so: autograd copies it where it may be read again."""
     aten = torch.ops.aten
     for backward, at in ((aten._cudnn_rnn_backward.default, 20), (aten.miopen_rnn_backward.default, 19)):
-        assert recipes.kind_of(backward).written == ((at, "reserve"),)
-    assert recipes.kind_of(aten._cudnn_rnn.default).written == ()
+        assert kind_of(backward).written == ((at, "reserve"),)
+    assert kind_of(aten._cudnn_rnn.default).written == ()
 
 
 def test_statistics_that_are_updated_alone_are_updated_once() -> None:
@@ -756,13 +757,13 @@ def test_finalizers_of_the_program_never_run_on_tensors_without_data(monkeypatch
             self.me = self
 
     found: list[float] = []
-    new_storages = recipes.new_storages
+    new_storages = estimates.new_storages
 
     def busily(*arguments: Any) -> Any:
         _ = [[] for _ in range(10_000)]  # type: ignore[var-annotated]
         return new_storages(*arguments)
 
-    monkeypatch.setattr(recipes, "new_storages", busily)
+    monkeypatch.setattr(estimates, "new_storages", busily)
     with budget(None):
         x = torch.ones(10)
         for i in range(20):

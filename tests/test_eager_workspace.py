@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from graphs.errors import BudgetExceeded
+from online.blocks.estimates import counted_bytes
+from online.blocks.kinds import kind_of
+from online.blocks.workspace import Requested, Workspace, Workspaces, learned_workspaces
 from online.eager import EagerRun, budget
-from online.recipes import counted_bytes, kind_of
-from online.workspace import Requested, Workspace, Workspaces, learned_workspaces
 from planner.simulate import simulate
 from tests.test_eager import EXACT, Meter
 

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from graphs.errors import InputError
-from graphs.torch_private.names import (
-    FakeTensor,
-    HigherOrderOperator,
-    TorchDispatchMode,
-    is_traceable_wrapper_subclass,
-    without_torch_function,
-)
+from graphs.torch_private.names import HigherOrderOperator, TorchDispatchMode, without_torch_function
 from graphs.torch_private.running import kept_from_compiler
 from graphs.torch_private.tensors import unwrapped
-from online.recipes import WithoutMemory
+from online.blocks.recipes import WithoutMemory
+from online.blocks.tensors import takes_calls_apart, tensors_in
 
 if TYPE_CHECKING:
     from online.eager import EagerRun
@@ -33,34 +27,6 @@ def _without_frames(error: BaseException) -> BaseException:
     copy = kind.__new__(kind, *error.args)
     vars(copy).update(vars(error))
     return copy
-
-
-def _takes_calls_apart(kind: type[Tensor]) -> bool:
-    """Whether tensors of a class have no bytes of their own, and make other calls out of those they get."""
-    return kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ and not issubclass(kind, FakeTensor)
-
-
-def tensors_in(holding: Any) -> Iterator[Tensor]:
-    """Tensors of a module, of the state of an optimizer, of containers of these; in place of one made of others, those.
-
-    Those without memory are left out: on the device "meta", or of a tracer that knows no data.
-    """
-    if isinstance(holding, Tensor):
-        if is_traceable_wrapper_subclass(holding):
-            for name in holding.__tensor_flatten__()[0]:
-                yield from tensors_in(getattr(holding, name))
-        elif not (_takes_calls_apart(type(holding)) or is_lazy(holding) or holding.is_meta or isinstance(holding, FakeTensor)):
-            yield holding
-    elif isinstance(holding, nn.Module):
-        for tensor in (*holding.parameters(), *holding.buffers()):
-            yield from tensors_in(tensor)
-    elif isinstance(holding, torch.optim.Optimizer):
-        yield from tensors_in(holding.state)
-    elif isinstance(holding, Mapping):
-        yield from tensors_in(holding.values())
-    elif isinstance(holding, Iterable) and not isinstance(holding, str | bytes):
-        for entry in holding:
-            yield from tensors_in(entry)
 
 
 class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -91,7 +57,7 @@ class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _handle(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if isinstance(func, HigherOrderOperator):
             raise InputError(f"{func} cannot run under a budget, as its parts are the compiler's; use Python's own if and while")
-        if types and any(_takes_calls_apart(each) for each in types):
+        if types and any(takes_calls_apart(each) for each in types):
             return NotImplemented  # what the tensor does with those it is made of comes here in turn
         with without_torch_function():  # what is done here to a tensor is no reading of the program's
             try:
@@ -111,7 +77,6 @@ class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
 # What the class has PyTorch wraps, to tell the compiler to stay out, and that takes 2 us a call; telling it once takes none.
 _LEFT_ALONE = kept_from_compiler(cast(FunctionType, Operators._handle))
 
-
 # Methods that read a tensor without an operator call: those that leave something behind through which anybody may go on reading
 # it, and write to it (``numpy()`` arrays, kernels that are given an address), and the others.
 _OPENS = {
@@ -121,6 +86,7 @@ _OPENS = {
 _OPENS.add(cast(Any, Tensor.__cuda_array_interface__).__get__)  # an address for other libraries; the getter asks for it unseen
 _READS = {getattr(Tensor, name) for name in ("__deepcopy__", "__format__", "__reduce_ex__", "__repr__", "tolist")}
 _WRITES = {getattr(Tensor, name) for name in ("apply_", "map2_", "map_")}  # to the first of the tensors they read
+
 # Functions that may read any tensor they are given so, those in lists too; and those that read such in lists alone.
 _GATHERS = {getattr(Tensor, name) for name in ("new", "new_tensor", "tensor_split")}
 _GATHERS |= {torch.tensor, torch.as_tensor, torch.asarray, torch.tensor_split}

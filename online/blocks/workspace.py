@@ -10,7 +10,7 @@ from torch import Tensor
 
 from graphs.rewriting.sizes import cuda_bytes
 from graphs.torch_private.names import tree_leaves
-from online.recipes import MOST_KEYS, Key
+from online.blocks.estimates import MOST_KEYS, Key
 
 _LOOKS = 2
 

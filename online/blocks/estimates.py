@@ -1,0 +1,105 @@
+"""What an op makes, and what it costs, without running it. [torch]"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, UntypedStorage
+from torch.utils.flop_counter import FlopCounterMode
+
+from graphs.costs import DEVICES, DeviceDescription
+from graphs.errors import InputError
+from graphs.rewriting.sizes import cuda_bytes
+from graphs.torch_private.names import FakeTensorMode, tree_leaves, tree_map_only
+from graphs.torch_private.stand_ins import quiet_stand_ins
+from online.blocks.recipes import new_storages
+from planner.process.pauses import no_collections
+
+Key = tuple[Any, ...]
+sizes_of: dict[Key, tuple[int, ...]] = {}  # bytes of the storages that calls with this key made
+MOST_KEYS = 100_000
+BOUNDS: Mapping[str, Callable[..., int]] = {  # the most an op can make whose result depends on what it reads
+    "aten.nonzero": lambda t: t.numel() * t.dim() * 8,
+    "aten.masked_select": lambda t, mask: _together(t, mask) * t.element_size(),
+}
+
+
+def _together(*tensors: Tensor) -> int:
+    """Elements of tensors that are broadcast against each other."""
+    return math.prod(torch.broadcast_shapes(*(t.shape for t in tensors)))  # type: ignore[no-untyped-call]
+
+
+def remember(key: Key, sizes: tuple[int, ...]) -> None:
+    """Note what a call with this key made."""
+    if len(sizes_of) >= MOST_KEYS:
+        sizes_of.clear()
+    sizes_of[key] = sizes
+
+
+def foreseen(func: Any, args: Any, kwargs: Any) -> tuple[int, ...] | None:
+    """Bytes of the storages a call would make, from a run on tensors without data; None where that cannot be told."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    if any(isinstance(leaf, Tensor) and leaf.is_quantized for leaf in tree_leaves((args, kwargs))):
+        raise InputError("a quantized tensor turned up in a block under a budget; its scale would be lost with its bytes")
+
+    def stand_in(tensor: Tensor) -> Tensor:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+
+    with no_collections(), quiet_stand_ins(), mode:  # the program's finalizers are not to run on tensors without data
+        try:
+            args, kwargs = tree_map_only(Tensor, stand_in, (args, kwargs))
+            old = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+            return tuple(counted_bytes(storage) for storage in new_storages(func(*args, **kwargs), old))
+        except Exception:  # whatever is wrong with the call, the call itself will say it
+            return None
+
+
+def counted_bytes(storage: UntypedStorage) -> int:
+    """Bytes of a storage, as the allocator gives them out."""
+    size_bytes, device = storage.nbytes(), storage.device
+    return cuda_bytes(size_bytes) if device != _CPU and device.type == "cuda" else size_bytes
+
+
+_CPU = torch.device("cpu")  # comparing with it takes a fraction of the time of asking for the type
+
+
+class CostModel:
+    """Modelled op times: the roofline of ``graphs.costs``, computed once for each kind of call."""
+
+    def __init__(self) -> None:
+        self._formulas = FlopCounterMode(display=False).flop_registry
+        self._known: dict[Key, int] = {}
+
+    def time_ns(self, key: Key, func: Any, args: Any, kwargs: Any, result: Any) -> int:
+        """Of a call with this key, and with the others like it."""
+        if key not in self._known:
+            if len(self._known) >= MOST_KEYS:
+                self._known.clear()
+            self._known[key] = self._compute_ns(func, args, kwargs, result)
+        return self._known[key]
+
+    def _compute_ns(self, func: Any, args: Any, kwargs: Any, result: Any) -> int:
+        touched = [leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, Tensor)]
+        if not touched:
+            return 1
+        device = _described(touched[0].device)
+        formula = self._formulas.get(func.overloadpacket)
+        flops = int(formula(*args, **kwargs, out_val=result)) if formula else 0
+        dtypes = [str(t.dtype).removeprefix("torch.") for t in touched if t.dtype.is_floating_point]
+        rate = device.peak_flops.get(dtypes[0] if dtypes else "float32", device.peak_flops["float32"])
+        moved = sum(t.numel() * t.element_size() for t in touched)
+        return max(1, round(max(flops / rate, moved / device.bandwidth_bytes_per_s) * 1e9) + device.launch_ns)
+
+
+@functools.cache
+def _described(device: torch.device) -> DeviceDescription:
+    """The description that fits a device best; of a GPU that has none, that of the slowest."""
+    if device.type != "cuda":
+        return DEVICES["cpu"]
+    words = set(torch.cuda.get_device_name(device).replace("-", " ").split())
+    fitting = [each for each in DEVICES.values() if each.words and each.words <= words]
+    return max(fitting, key=lambda each: len(each.words), default=DEVICES["t4"])
