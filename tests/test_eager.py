@@ -30,8 +30,11 @@ from graphs.torch_private.names import without_torch_function
 from graphs.torch_private.tensors import REPLACES_IN_PLACE
 from online import run as run_online
 from online.blocks import estimates
+from online.blocks.keeping import Keeper
 from online.blocks.kinds import kind_of
 from online.blocks.recipes import Recipe
+from online.blocks.runs import Runs
+from online.blocks.storages import Storages
 from online.eager import EagerRun, budget
 from online.growing import GrowingEngine
 from online.heuristics import HEURISTICS, Pool
@@ -327,7 +330,7 @@ def test_same_answer_within_the_bytes(name: str, heuristic: str) -> None:
 @pytest.mark.parametrize("name", ["cnn", "transformer", "views"])
 def test_the_bytes_hold_where_memory_is_copied(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As before torch 2.12, where a storage cannot be given the memory of another one."""
-    for module in ("graphs.torch_private.tensors", "online.eager"):
+    for module in ("graphs.torch_private.tensors", "online.blocks.runs"):
         monkeypatch.setattr(f"{module}.REPLACES_IN_PLACE", False)
     found = case(name)
     fitting = 0
@@ -513,7 +516,7 @@ def test_old_content_of_a_parameter_is_not_computed_from_again() -> None:
 def test_what_another_stream_reads_and_makes_is_not_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its memory would be given to the next op of the stream that made it, while the other one may still be at work on it."""
     stream = 0
-    monkeypatch.setattr("online.eager.current_stream", lambda: stream)
+    monkeypatch.setattr("online.blocks.calls.current_stream", lambda: stream)
     x = torch.randn(256)
     with budget(6 * 1024, holding=[x]):
         read, other = x + 1, x + 2
@@ -1564,15 +1567,15 @@ def test_an_error_while_tensors_are_brought_back_leaves_none_empty(monkeypatch: 
 @EXACT
 @pytest.mark.parametrize("times", [1, 3])
 def test_ctrl_c_at_the_end_leaves_no_tensor_empty(times: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    keep, x = EagerRun._keep, torch.randn(1000)
+    keep, x = Keeper.keep, torch.randn(1000)
     interruptions = times * [KeyboardInterrupt]
 
-    def interrupted(run: EagerRun, content: Any, name: str) -> None:
+    def interrupted(keeper: Keeper, content: Any, name: str) -> None:
         if name == "what the block leaves alive" and interruptions:
             raise interruptions.pop()
-        keep(run, content, name)
+        keep(keeper, content, name)
 
-    monkeypatch.setattr(EagerRun, "_keep", interrupted)
+    monkeypatch.setattr(Keeper, "keep", interrupted)
     with pytest.raises(KeyboardInterrupt), budget(17_000, holding=x) as run:
         tensors = [x * i for i in range(3)]
         x.sigmoid().add_(1)
@@ -1589,16 +1592,16 @@ def test_ctrl_c_at_the_end_leaves_no_tensor_empty(times: int, monkeypatch: pytes
 def test_a_signal_once_an_op_has_written_in_place_leaves_what_came_from_the_old_content_right(
     inside: bool, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made, x, armed = EagerRun._new_storages, torch.randn(1000), False
+    made, x, armed = Runs._new_storages, torch.randn(1000), False
 
-    def interrupted(run: EagerRun, result: Any) -> Any:
+    def interrupted(runs: Runs, result: Any) -> Any:
         nonlocal armed
         if armed:
             armed = False
             raise error
-        return made(run, result)
+        return made(runs, result)
 
-    monkeypatch.setattr(EagerRun, "_new_storages", interrupted)
+    monkeypatch.setattr(Runs, "_new_storages", interrupted)
     run = budget(20_000, holding=x, heuristic="lru")
     with contextlib.nullcontext() if inside else pytest.raises(error), run:
         first = x * 2 + 1
@@ -1626,16 +1629,16 @@ def test_a_signal_once_an_op_has_written_in_place_leaves_what_came_from_the_old_
 def test_a_timeout_once_an_op_has_written_in_place_leaves_what_came_from_the_old_content_right(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    made, x, armed = EagerRun._new_storages, torch.randn(1000), False
+    made, x, armed = Runs._new_storages, torch.randn(1000), False
 
-    def late(run: EagerRun, result: Any) -> Any:
+    def late(runs: Runs, result: Any) -> Any:
         nonlocal armed
         if armed:
             armed = False
             raise TimeoutError  # as the handler of an alarm does
-        return made(run, result)
+        return made(runs, result)
 
-    monkeypatch.setattr(EagerRun, "_new_storages", late)
+    monkeypatch.setattr(Runs, "_new_storages", late)
     with budget(20_000, holding=x, heuristic="lru") as run:
         first = x * 2 + 1
         later = [first.cos().sin(), first + 3]
@@ -1652,9 +1655,7 @@ def test_a_timeout_once_an_op_has_written_in_place_leaves_what_came_from_the_old
 
 
 @EXACT
-@pytest.mark.parametrize(
-    ("of", "name"), [(GrowingEngine, "declare"), (Pool, "leave_memory"), (EagerRun, "_new_content"), (EagerRun, "_bind")]
-)
+@pytest.mark.parametrize(("of", "name"), [(GrowingEngine, "declare"), (Pool, "leave_memory"), (Storages, "add"), (Runs, "_bind")])
 def test_after_ctrl_c_in_the_middle_of_an_op_the_block_goes_on_without_its_budget(
     of: type, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -74,7 +74,7 @@ class Net:
         self.model.zero_grad()
         device.peak_bytes = device.live_bytes() + device.taken_bytes
         run = budget(budget_bytes, holding=(self.model, self.x), costs="modelled")
-        run._workspaces = workspaces
+        run._runs.workspaces = workspaces
         with device, run:
             self.model(self.x).square().mean().backward()
         return run, device.peak_bytes

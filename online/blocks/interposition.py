@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Callable, Iterator
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -14,11 +15,28 @@ from graphs.errors import InputError
 from graphs.torch_private.names import HigherOrderOperator, TorchDispatchMode, without_torch_function
 from graphs.torch_private.running import kept_from_compiler
 from graphs.torch_private.tensors import unwrapped
+from online.blocks.keeping import Keeper
+from online.blocks.outside import Outside
 from online.blocks.recipes import WithoutMemory
 from online.blocks.tensors import takes_calls_apart, tensors_in
 
-if TYPE_CHECKING:
-    from online.eager import EagerRun
+
+class Block(Protocol):
+    """What is interposed for.
+
+    torn    interrupted in the middle of something: from then on all is plain PyTorch's
+    raised  the latest error for an operator
+    """
+
+    budget_bytes: int | None
+    torn: bool
+    raised: BaseException | None
+
+    def noting(self) -> contextlib.AbstractContextManager[None]: ...
+
+    def interrupted(self) -> None: ...
+
+    def warn_without_budget(self) -> None: ...
 
 
 def _without_frames(error: BaseException) -> BaseException:
@@ -34,10 +52,10 @@ class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     refuses_capture = "this is inside of a block under a budget (online.budget); plan before the block, or after it"
 
-    def __init__(self, run: EagerRun) -> None:
+    def __init__(self, block: Block, call: Callable[[Any, Any, Any], Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._run = run
-        self._call = run.call
+        self._block = block
+        self._call = call
         if _LEFT_ALONE:
             self.__torch_dispatch__ = self._handle  # type: ignore[method-assign]
 
@@ -49,7 +67,7 @@ class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _plain(self, func: Any, args: Any, kwargs: Any) -> Any:
         if not self._said:
             self._said = True
-            self._run.warn_without_budget()
+            self._block.warn_without_budget()
         return func(*args, **(kwargs or {}))
 
     supports_higher_order_operators = True  # they come here to be refused in our words
@@ -65,9 +83,9 @@ class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
             except WithoutMemory:
                 return func(*args, **(kwargs or {}))
             except BaseException as error:
-                self._run.raised = _without_frames(error)
+                self._block.raised = _without_frames(error)
                 if not isinstance(error, Exception):  # Ctrl-C, or what else a signal's handler raises
-                    self._run.interrupted()
+                    self._block.interrupted()
                 raise
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -110,29 +128,29 @@ def _listed(argument: object) -> Iterator[Tensor]:
 class RawReads(TorchFunctionMode):
     """Reads and writes past the dispatcher: the tensor is there meanwhile, or from then on."""
 
-    def __init__(self, run: EagerRun) -> None:
+    def __init__(self, block: Block, outside: Outside, keeper: Keeper) -> None:
         super().__init__()
-        self._run = run
+        self._block = block
+        self._outside = outside
+        self._keeper = keeper
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._run.torn:
+        if self._block.torn:
             return func(*args, **(kwargs or {}))
-        if getattr(func, "__name__", "") == "_pad_packed_sequence" and self._run.budget_bytes is not None:
+        if getattr(func, "__name__", "") == "_pad_packed_sequence" and self._block.budget_bytes is not None:
             raise InputError(
                 "pad_packed_sequence cannot run under a budget: it writes past the dispatcher to a tensor it has made"
             )
         if func in _OPENS:
-            run = self._run
-            with run.noting():
+            with self._block.noting():
                 for tensor in tensors_in(unwrapped(args[0])):
-                    if run.knows_bytes(tensor):
-                        run.fix(run.content(tensor), func.__name__)
+                    if self._outside.knows_bytes(tensor):
+                        self._keeper.fix(self._outside.content(tensor), func.__name__)
         elif func in _READS or func in _WRITES or func in _GATHERS or (func in _INDEXES and _holds_list(args[1])):
-            run = self._run
-            with run.noting():
-                read = [run.content(tensor) for tensor in _listed([*args, *(kwargs or {}).values()])]
+            with self._block.noting():
+                read = [self._outside.content(tensor) for tensor in _listed([*args, *(kwargs or {}).values()])]
                 if func in _WRITES and read:
-                    run.fix(read[0], func.__name__)
-                with run.held(func.__name__, [content.number for content in read]):
+                    self._keeper.fix(read[0], func.__name__)
+                with self._keeper.held(func.__name__, [content.number for content in read]):
                     return func(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))

@@ -1,0 +1,217 @@
+"""Every operator call of a block: what it reads and writes, and what it is to do about that. [torch]"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphs.torch_private.names import tree_leaves
+from graphs.torch_private.running import current_stream
+from graphs.torch_private.tensors import is_zero_stand_in
+from online.blocks.estimates import BOUNDS, foreseen, remember, sizes_of
+from online.blocks.keeping import Keeper
+from online.blocks.kinds import Kind, kind_of
+from online.blocks.outside import Outside
+from online.blocks.recipes import STRIDED, Content, Recipe, View, WithoutMemory, check_layout
+from online.blocks.runs import META, Runs, check_sizes
+from online.blocks.storages import Storages
+from online.growing import GrowingEngine
+from planner.execution.draws import generator_state
+
+_NONE: dict[str, Any] = {}  # arguments by name of most calls
+
+
+class Calls:
+    """What the operator calls of a block become: looks at what is there, or ops of the engine."""
+
+    def __init__(self, engine: GrowingEngine, storages: Storages, keeper: Keeper, outside: Outside, runs: Runs) -> None:
+        self._engine = engine
+        self._storages = storages
+        self._contents = storages.by_key
+        self._died, self._dead, self._unread = storages.died, storages.dead, storages.unread
+        self._keeper = keeper
+        self._content = outside.content
+        self._runs = runs
+        self._blank: set[int] = set()  # contents that no operator has written or read since they were allocated, held
+        self._stream = 0
+
+    def begin(self) -> None:
+        """The block begins, on the stream of this thread."""
+        self._stream = current_stream()
+
+    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Do what ``func(*args, **kwargs)`` does, under the budget; ``kwargs`` may be None.
+
+        Raises WithoutMemory, with nothing done, for what reads or makes tensors on the device "meta".
+        """
+        if self._died or self._dead or self._unread:
+            self._storages.bury()
+        kind = kind_of(func)
+        if kind.looks:
+            return self._look(kind, func, args, kwargs)
+        scratch: list[Content] = []
+        if kind.scratch and (len(args) < 6 or args[5] is not False):  # training
+            scratch = [self._content(args[at]) for at in kind.scratch if args[at] is not None]
+            for content in scratch:  # it is written to, so what was computed from it before cannot be made again
+                self._keeper.fix(content, kind.name)
+        self._keeper.fixed = False
+        read: list[Content] = []
+        key: list[Any] = [kind]
+        described = self._described
+        views = [described(argument, read, key) for argument in args]
+        named = _NONE
+        if kwargs:
+            named = {name: described(argument, read, key) for name, argument in kwargs.items()}
+            if kwargs.get("device") == META:
+                raise WithoutMemory
+        else:
+            kwargs = named
+        if kind.moves:
+            for content in read:
+                self._keeper.keep(content, kind.name)
+            result = func(*args, **kwargs)
+            given = self._contents.get(args[0].untyped_storage()._cdata)  # set_ makes a storage larger where it is too small
+            check_sizes(read if given is None else [*read, given])
+            return result
+        written = self._written(kind, args, kwargs) if kind.written else []
+        if self._blank:
+            self._keep_filled(kind, read, written)
+
+        full = tuple(key)
+        sizes: tuple[int, ...] | None = ()
+        if not kind.gives_back:
+            sizes = sizes_of.get(full)
+            if sizes is None:
+                sizes = (BOUNDS[kind.name](*args),) if kind.name in BOUNDS else foreseen(func, args, kwargs)
+                if sizes is not None:
+                    remember(full, sizes)
+            if sizes == () and not written and not kind.acts:
+                return self._look(kind, func, args, kwargs)
+
+        acts = kind.acts
+        if current_stream() != self._stream:
+            # What is evicted gives its memory to the next op of the stream that made it; others may still be at work on it then.
+            for content in read:
+                self._keeper.keep(content, kind.name)
+            acts = True  # what it makes stays, too
+        elif kind.collective:
+            for content in read:
+                self._keeper.keep(content, kind.name)
+        if written:
+            acts = acts or any(content.made_by is None or content.number in self._engine.kept for content in written)
+        recipe: Recipe | None = None
+        overwritten: list[Content] = []
+        if acts:
+            for content in written:
+                self._keeper.fix(content, kind.name)
+            written, overwritten = [], written
+        else:
+            recipe = Recipe(func, views, named, written, scratch)
+            if kind.random or kind.foreign:
+                recipe.draws = [(where, generator_state(where)) for where in _drawn_from(kind, args, kwargs)]
+        if scratch:
+            read = [content for content in read if content not in scratch]
+        self._runs.begun = False
+        try:
+            result = self._runs.run(kind, full, sizes, read, written, scratch, recipe, func, args, kwargs)
+        except BaseException as error:
+            if self._runs.begun and written:
+                for content in written:
+                    self._storages.disown(content)
+                if isinstance(error, Exception):  # the block may go on under its budget, where they count
+                    self._written(kind, args, kwargs)
+            raise
+        if kind.foreign and recipe is not None:
+            recipe.draws = [(where, state) for where, state in recipe.draws if not torch.equal(state, generator_state(where))]
+            kind.random = kind.random or bool(recipe.draws)
+        if overwritten:
+            check_sizes(overwritten)
+        if kind.blank:
+            blank = self._content(result).number
+            self._engine.hold(blank)
+            self._blank.add(blank)
+        if kind.name == "aten._pack_padded_sequence":  # recurrent layers and unpacking read the batch sizes past the dispatcher
+            self._keeper.keep(self._content(result[1]), kind.name)
+        return result
+
+    def _look(self, kind: Kind, func: Any, args: Any, kwargs: Any) -> Any:
+        """Make views or read numbers: nothing is allocated, but what is read has to be there."""
+        if kind.of_first and args:
+            tensors = args[:1]
+        else:
+            tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if len(tensors) == 1:
+            s = self._content(tensors[0]).number
+            if not self._engine.accessed(s):
+                self._keeper.guarded(kind.name, self._engine.bring, s)
+            return func(*args, **kwargs) if kwargs else func(*args)
+        with self._keeper.held(kind.name, [self._content(tensor).number for tensor in tensors]):
+            return func(*args, **(kwargs or {}))
+
+    def _described(self, argument: Any, read: list[Content], key: list[Any]) -> Any:
+        """An argument with views in place of its tensors; adds what is read, and what decides about the sizes of results."""
+        if isinstance(argument, Tensor):
+            storage = argument.untyped_storage() if argument.layout is STRIDED else None
+            content = self._contents.get(storage._cdata) if storage is not None else None
+            if content is None:
+                content = self._content(argument)
+            read.append(content)
+            try:
+                shape, stride, dtype = argument.shape, argument.stride(), argument.dtype
+            except RuntimeError:
+                check_layout(argument)
+                raise
+            key += (shape, stride, dtype, argument.is_cuda)
+            conjugate, negated = dtype.is_complex and argument.is_conj(), argument.is_neg()
+            keeps = None
+            if content.made_by is None:
+                keeps = storage
+                if not content.size_bytes and is_zero_stand_in(argument):
+                    return argument
+            return View((content, shape, stride, argument.storage_offset(), dtype, conjugate, negated, keeps))
+        if isinstance(argument, list | tuple):
+            key.append(len(argument))
+            return [self._described(entry, read, key) for entry in argument]
+        key += (type(argument), None) if isinstance(argument, float) and read else (type(argument), argument)
+        return argument
+
+    def _written(self, kind: Kind, args: Any, kwargs: Any) -> list[Content]:
+        """The contents an op writes over, each once."""
+        found: dict[Content, None] = {}
+        for at, name in kind.written:
+            argument = args[at] if at < len(args) else kwargs.get(name)
+            for tensor in (argument,) if isinstance(argument, Tensor) else argument or ():
+                for each in (tensor,) if isinstance(tensor, Tensor) else tensor:  # one list of outputs for each input
+                    found[self._content(each)] = None
+        return list(found)
+
+    def _keep_filled(self, kind: Kind, read: list[Content], written: list[Content]) -> None:
+        """What was allocated without content and is read now was written past the dispatcher, by functions of PyTorch (the CTC
+        loss, with the lengths it is given) or of an extension. Run again, the op that allocated it would not bring that back, so
+        it was held, and stays; where it is written to now, it need not."""
+        for content in read:
+            if content.number in self._blank:
+                self._blank.remove(content.number)
+                self._engine.let_go(content.number)
+                if content not in written:
+                    self._keeper.fix(content, kind.name)
+
+
+def _drawn_from(kind: Kind, args: Any, kwargs: Any) -> set[torch.device | torch.Generator]:
+    """Where an op draws: from the generator it is given, or on the device of its first tensor or the one it is given.
+
+    One that is none of PyTorch's own may draw a seed on the host as well.
+    """
+    leaves = tree_leaves((args, kwargs))
+    for leaf in leaves:
+        if isinstance(leaf, torch.Generator):
+            return {leaf}
+    cpu = torch.device("cpu")
+    host: set[torch.device | torch.Generator] = {cpu} if kind.foreign else set()
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            return {leaf.device} | host
+    device = kwargs.get("device")
+    return {cpu if device is None else torch.device(device)} | host

@@ -1,0 +1,135 @@
+"""What the storages of the program hold: by storage, by number in the engine, and by what it was made from. [torch]"""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+
+from torch import UntypedStorage
+
+from online.blocks.recipes import Content, Known, Notice, Recipe
+from online.blocks.record import enter
+from online.growing import GrowingEngine
+
+
+class Storages:
+    """The contents of the block's storages, and what the program has dropped without the engine knowing yet.
+
+    by_key  contents by the key of the storage of the program that holds them
+    given   of those made outside, by address
+    died    notices of storages the program has dropped; their contents are then in ``dead``
+    dead    numbers of contents of such storages
+    unread  contents nobody needs any more
+    """
+
+    def __init__(self, engine: GrowingEngine) -> None:
+        self._engine = engine
+        self.by_key: dict[int, Content] = {}
+        self.given: defaultdict[int, weakref.WeakSet[Content]] = defaultdict(weakref.WeakSet)
+        self.died: list[Notice] = []
+        self.dead: list[int] = []
+        self.unread: list[Known] = []
+        self._of_number: list[Known | None] = []  # of each storage of the engine
+        self._recipes: list[weakref.ref[Recipe] | None] = []  # of each op of the engine
+        self._readers: defaultdict[int, list[int]] = defaultdict(list)  # of each storage of the engine; see readers
+        self._ops_seen = 0
+
+    def add(self, s: int, size_bytes: int, recipe: Recipe | None, storage: UntypedStorage) -> Content:
+        """What has come to be at a storage of the program."""
+        content = Content(s, size_bytes, recipe)
+        known = Known(content, self.unread.append)
+        known.number = s
+        if s == len(self._of_number):
+            self._of_number.append(known)
+        else:
+            enter(self._of_number, s, known)
+        if recipe is not None:
+            recipe.makes.append(known)
+        content.at = notice = Notice(storage, self.died.append)
+        notice.key, notice.known = storage._cdata, known
+        self.by_key[notice.key] = content
+        return content
+
+    def at_number(self, s: int) -> Content | None:
+        """The content of that number, if somebody still needs it."""
+        known = self._of_number[s] if s < len(self._of_number) else None
+        return None if known is None else known()
+
+    def set_recipe(self, op: int, recipe: Recipe | None) -> None:
+        """How an op that has run runs again; None: it cannot."""
+        enter(self._recipes, op, None if recipe is None else weakref.ref(recipe))
+
+    def recipe(self, op: int) -> Recipe | None:
+        """How an op runs again, if that is known and somebody still needs it."""
+        known = self._recipes[op] if op < len(self._recipes) else None
+        return known() if known is not None else None
+
+    def forget(self) -> None:
+        """Storages the program has dropped since hold nothing any more."""
+        while self.died:
+            notice = self.died.pop()
+            content = notice.known()
+            if content is not None and content.at is notice:
+                content.at = None
+                self.dead.append(content.number)
+                if self.by_key.get(notice.key) is content:
+                    del self.by_key[notice.key]
+
+    def bury(self) -> None:
+        """Tell the engine what the program has dropped since."""
+        engine = self._engine
+        self.forget()
+        while self.dead:
+            engine.drop(self.dead.pop())
+        while self.unread:
+            engine.discard(self.unread.pop().number)
+
+    def disown(self, content: Content) -> None:
+        """Nobody knows whether a content has been written over. What lies there is the program's; where something is to be made
+        again from the content, that is made again, too."""
+        notice = content.at
+        if notice is None or not self._engine.resident[content.number]:
+            return
+        content.at = None
+        if self.by_key.get(notice.key) is content:
+            del self.by_key[notice.key]
+        self._engine.drop(content.number)
+
+    def made_from(self, content: Content) -> dict[Content, None]:
+        """It, and all that can be made again only from what it holds now."""
+        found = {content: None}
+        stack = [content]
+        while stack:
+            reader = stack.pop()
+            for op in self._readers_of(reader):
+                recipe = self.recipe(op)
+                for made in recipe.makes if recipe is not None else ():
+                    other = made()
+                    if other is not None and other not in found:
+                        found[other] = None
+                        stack.append(other)
+        return found
+
+    def _readers_of(self, content: Content) -> list[int]:
+        """The ops that have read it since it was last fixed. Found when asked for: most blocks never write to what stays."""
+        engine, readers = self._engine, self._readers
+        for op in range(self._ops_seen, engine.ops):
+            for s in engine.inputs(op):
+                readers[s].append(op)
+        self._ops_seen = engine.ops
+        return readers.get(content.number, [])
+
+    def add_reader(self, op: int) -> None:
+        """An op reads its inputs, although they have been fixed since it was declared."""
+        for s in self._engine.inputs(op):
+            self._readers[s].append(op)
+
+    def fix(self, content: Content) -> None:
+        """It cannot be made again from now on, and what has read it is not asked for any more."""
+        content.made_by = None
+        self._readers.pop(content.number, None)
+
+    def clear(self) -> None:
+        """At the end of the block: the program's storages are its own."""
+        self.by_key.clear()
+        self.given.clear()
