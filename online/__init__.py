@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from online.allocators import ALLOCATORS, AddressUse
 from online.compare import Comparison, Difference, Split, compare, diff, split
-from online.engine import Option, Release
+from online.engines.engine import Option, Release
 from online.heuristics import ADDRESS_HEURISTICS, DEFAULT_RULE, HEURISTICS, Heuristic, ablation
 from online.portfolio import Portfolio, best_run
 from online.replay import Replay, baseline_peak_bytes, replay_log

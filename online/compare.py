@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from graphs.errors import GraphMismatch, InputError
 from graphs.ir import Graph
-from online.engine import Option
+from online.engines.engine import Option
 from online.heuristics import DEFAULT_RULE
 from online.runtime import Run, rule, run
 from planner.bounds import least_bytes

@@ -4,7 +4,7 @@ A tensor is evicted by emptying its storage and comes back by running its op aga
 storage. Tensors, views, autograd's saved tensors and version counters are left alone: they are plain PyTorch's own objects
 throughout, and Python control flow, hooks and optimizers see nothing of it.
 
-What is evicted, and when, is the engine's business (``online.engine``). Its storages are *versions* of content: an operator that
+What is evicted, and when, is the engine's business (``online.engines``). Its storages are *versions* of content: an operator that
 writes in place makes a new version of the storage it writes to, computed from the old one (Kirisame et al., ICLR 2021,
 appendix C.6). What cannot be computed again stays: parameters, buffers, whatever was made outside the block, what somebody reads
 past the dispatcher (``numpy()``), and what was computed from the old content of one of these before it was overwritten.
@@ -36,8 +36,8 @@ from online.blocks.record import Record
 from online.blocks.runs import Runs
 from online.blocks.storages import Storages
 from online.blocks.tensors import tensors_in
-from online.engine import Counters, Option, Release
-from online.growing import GrowingEngine
+from online.engines.engine import Counters, Option, Release
+from online.engines.growing import GrowingEngine
 from online.heuristics import HEURISTICS
 from online.runtime import Run, RunStatus, check_thrash_limit, rule
 from planner.budget import is_share, resolve_budget

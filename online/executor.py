@@ -72,7 +72,7 @@ class Execution(contextlib.AbstractContextManager["Execution"]):
         return self._context.__exit__(*error)
 
     def compute(self, op: int) -> None:
-        """See ``online.engine.Driver``."""
+        """See ``online.engines.engine.Driver``."""
         self._runs[op](self._store)
 
     def _draw(self, op: int, where: Where, store: Store) -> None:
@@ -85,7 +85,7 @@ class Execution(contextlib.AbstractContextManager["Execution"]):
             run(store)
 
     def free(self, storage: int) -> None:
-        """See ``online.engine.Driver``."""
+        """See ``online.engines.engine.Driver``."""
         for place in self._places[storage]:
             self._store[place] = None
 

@@ -24,7 +24,7 @@ from online.neighborhood import Demand, Exact, Neighborhood, Producers, Relation
 from planner.process.loading import undisturbed
 
 if TYPE_CHECKING:
-    from online.compiled_searches import Compiled, Slots
+    from online.engines.compiled_searches import Compiled, Slots
 
 Cost = Literal["neighborhood", "ancestors", "union_find", "producers", "demand", "local", "none"]
 
@@ -204,7 +204,7 @@ class Pool:
             self.compiled = None
 
     def _load(self) -> Compiled:
-        from online.compiled_searches import Compiled  # imports numba, which takes time
+        from online.engines.compiled_searches import Compiled  # imports numba, which takes time
 
         return Compiled(self.relations, self.neighborhood)
 

@@ -15,7 +15,7 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from online.compiled_searches import Compiled
+    from online.engines.compiled_searches import Compiled
 
 UNKNOWN_LOSS = 1 << 62  # more ns than any sum
 

@@ -10,7 +10,7 @@ from graphs.errors import InputError
 from graphs.importers.dtr_program import read_program
 from graphs.program import Program
 from online.allocators import ARENAS, AddressUse, new_allocator
-from online.engine import Counters, Engine, Option, Release
+from online.engines.engine import Counters, Engine, Option, Release
 from online.runtime import (
     RUNS_PER_OP,
     Failure,

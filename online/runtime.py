@@ -15,7 +15,7 @@ from graphs.errors import BudgetExceeded, InputError, NoScheduleFound
 from graphs.ir import Graph
 from graphs.program import Program, program_of
 from online.allocators import ALLOCATORS, ARENAS, AddressUse, Arena, new_allocator
-from online.engine import Counters, Driver, Engine, Option, OutOfMemory, Release, Thrashed
+from online.engines.engine import Counters, Driver, Engine, Option, OutOfMemory, Release, Thrashed
 from online.heuristics import ADDRESS_HEURISTICS, DEFAULT_RULE, HEURISTICS, Heuristic
 from planner.bounds import least_bytes
 from planner.budget import format_bytes, resolve_budget

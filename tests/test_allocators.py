@@ -21,10 +21,10 @@ from graphs.ir import Graph, Op, Value
 from graphs.program import program_of
 from online import RunStatus, replay_log, run
 from online.allocators import ALLOCATORS, FREE, HELD, Allocator, Arena, CachingAllocator, cheap_below
-from online.engine import Engine, OutOfMemory, Release, Thrashed
+from online.engines.engine import Engine, OutOfMemory, Release, Thrashed
+from online.engines.victims import Window, WithHoles, cheapest_window, victims
 from online.heuristics import ADDRESS_HEURISTICS, HEURISTICS, Heuristic, Pool
 from online.neighborhood import Producers, Relations
-from online.victims import Window, WithHoles, cheapest_window, victims
 from planner.bounds import least_bytes
 from planner.schedule import Compute, Free, from_json, keep_all
 from planner.simulate import simulate

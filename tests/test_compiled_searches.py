@@ -14,9 +14,10 @@ from numba.extending import is_jitted
 
 from graphs.ir import Graph
 from graphs.synthetic import random_training
-from online import compiled_searches, heuristics, run
-from online.compiled_searches import BLOCK, MOST_NS, Compiled, median_stale, select
-from online.engine import Counters
+from online import heuristics, run
+from online.engines import compiled_searches
+from online.engines.compiled_searches import BLOCK, MOST_NS, Compiled, median_stale, select
+from online.engines.engine import Counters
 from online.heuristics import HEURISTICS
 from online.neighborhood import Relations
 

@@ -36,7 +36,7 @@ from online.blocks.recipes import Recipe
 from online.blocks.runs import Runs
 from online.blocks.storages import Storages
 from online.eager import EagerRun, budget
-from online.growing import GrowingEngine
+from online.engines.growing import GrowingEngine
 from online.heuristics import HEURISTICS, Pool
 from planner import plan
 from planner.simulate import simulate

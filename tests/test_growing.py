@@ -11,8 +11,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from online import heuristics
-from online.engine import Engine, Option, OutOfMemory
-from online.growing import GrowingEngine
+from online.engines.engine import Engine, Option, OutOfMemory
+from online.engines.growing import GrowingEngine
 from online.heuristics import HEURISTICS
 
 

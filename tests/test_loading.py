@@ -49,7 +49,8 @@ def test_nothing_is_left_to_compile_after_all_has_been() -> None:
     script = """
 from numba.extending import is_jitted
 from graphs.synthetic import random_layered, random_training
-from online import compiled_searches, heuristics, run
+from online import heuristics, run
+from online.engines import compiled_searches
 from online.on_demand import compile_all
 from planner import keep_all, simulate
 from planner.least import pebbling_sets

@@ -15,7 +15,7 @@ from graphs.capture import capture
 from graphs.costs import roofline
 from graphs.errors import BudgetExceeded, InputError, NoScheduleFound
 from online import RunStatus, run
-from online.engine import Engine
+from online.engines.engine import Engine
 from online.executor import Execution
 from online.heuristics import HEURISTICS
 from planner.bounds import least_bytes

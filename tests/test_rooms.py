@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 BELOW = {"graphs": set(), "planner": {"graphs"}, "online": {"graphs", "planner"}}
 PARTS = {  # each imports those before it
     "graphs": ("torch_private", "rewriting", "as_eager", "watching", "tracing"),
-    "online": ("blocks",),
+    "online": ("engines", "blocks"),
     "planner": ("process", "solvers", "walks", "least", "chains", "stages", "methods"),
 }
 ABOVE = {"belady", "scripts", "tests"}

@@ -17,7 +17,7 @@ from graphs.errors import InfeasibleBudget, InputError
 from graphs.ir import Graph, Op, Value
 from graphs.synthetic import random_training
 from online import HEURISTICS, Release, RunStatus, run, runtime
-from online.engine import Engine, Option
+from online.engines.engine import Engine, Option
 from planner.bounds import least_bytes
 from planner.result import Status
 from planner.schedule import Compute, Free, Schedule, keep_all

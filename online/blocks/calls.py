@@ -17,7 +17,7 @@ from online.blocks.outside import Outside
 from online.blocks.recipes import STRIDED, Content, Recipe, View, WithoutMemory, check_layout
 from online.blocks.runs import META, Runs, check_sizes
 from online.blocks.storages import Storages
-from online.growing import GrowingEngine
+from online.engines.growing import GrowingEngine
 from planner.execution.draws import generator_state
 
 _NONE: dict[str, Any] = {}  # arguments by name of most calls

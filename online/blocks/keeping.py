@@ -12,8 +12,8 @@ from graphs.errors import BudgetExceeded, NoScheduleFound
 from graphs.torch_private.tensors import in_no_tensor
 from online.blocks.recipes import Content, Gone
 from online.blocks.storages import Storages
-from online.engine import OutOfMemory, Thrashed
-from online.growing import GrowingEngine
+from online.engines.engine import OutOfMemory, Thrashed
+from online.engines.growing import GrowingEngine
 from online.runtime import Failure
 
 

@@ -22,7 +22,7 @@ from online.blocks.recipes import STRIDED, Content, WithoutMemory, check_layout
 from online.blocks.record import Record
 from online.blocks.storages import Storages
 from online.blocks.tensors import tensors_in
-from online.growing import GrowingEngine
+from online.engines.growing import GrowingEngine
 
 
 class Outside:

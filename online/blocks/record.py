@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from graphs.ir import Graph, Op, Value
-from online.growing import GrowingEngine
+from online.engines.growing import GrowingEngine
 from planner.schedule import Compute, Free, Schedule
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from online.blocks.recipes import Content, Recipe, new_storages
 from online.blocks.record import Record, enter
 from online.blocks.storages import Storages
 from online.blocks.workspace import Workspace, learned_workspaces
-from online.growing import GrowingEngine
+from online.engines.growing import GrowingEngine
 
 META = torch.device("meta")
 
@@ -49,7 +49,7 @@ class _Running:
 
 
 class Runs:
-    """Runs ops: what the engine asks for (``online.engine.Driver``), and the first run of each.
+    """Runs ops: what the engine asks for (``online.engines.engine.Driver``), and the first run of each.
 
     begun       whether the op under way may have written to its arguments
     over        the first op whose workspace, not known before, broke the budget; bytes then

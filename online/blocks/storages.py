@@ -9,7 +9,7 @@ from torch import UntypedStorage
 
 from online.blocks.recipes import Content, Known, Notice, Recipe
 from online.blocks.record import enter
-from online.growing import GrowingEngine
+from online.engines.growing import GrowingEngine
 
 
 class Storages:

@@ -3,9 +3,9 @@
 Source: Kirisame et al., ICLR 2021, sections 2 and appendix C; where the paper is silent, the authors' simulator.
 
 Ops read and make *tensors*; a tensor is one view of one *storage*, and storages are what memory is counted in and what is
-evicted. Which storage goes is asked of ``online.victims``, by the scores of a ``Pool``; whether bytes in a row are there is
-asked of an ``Allocator``, if one is given; what a computation or an eviction does for real is told to a ``Driver``. Both a
-Graph (no views) and an operator log drive the same engine.
+evicted. Which storage goes is asked of ``victims``, by the scores of a ``Pool``; whether bytes in a row are there is asked of an
+``Allocator``, if one is given; what a computation or an eviction does for real is told to a ``Driver``. Both a Graph (no views)
+and an operator log drive the same engine.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import Protocol
 
 from graphs.program import Call, Program
 from online.allocators import HELD, Allocator, Block
+from online.engines.victims import victims
 from online.heuristics import Heuristic, Pool
 from online.neighborhood import Relations
-from online.victims import victims
 
 _Waiting = tuple[
     int, int, bool, list[int], int

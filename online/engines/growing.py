@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection
 
-from online.engine import Engine, Option
+from online.engines.engine import Engine, Option
 from online.heuristics import Heuristic
 
 _BLOCK = 256  # storages whose entries are made together
