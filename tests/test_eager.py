@@ -655,6 +655,30 @@ def test_operators_that_draw_without_saying_so_repeat_their_draws() -> None:
     assert [op.random for op in run.graph.ops] == [False, True]
 
 
+@torch.library.custom_op("belady_tests::by_array", mutates_args=("counted",))
+def by_array(x: Tensor, counted: Tensor, fails: bool = False) -> Tensor:
+    counted.numpy()[:] += 1
+    if fails:
+        raise ValueError
+    return torch.from_numpy(x.numpy() * 2)
+
+
+def test_what_a_kernel_reads_and_writes_as_an_array_stays() -> None:
+    """The memory of an array keeps its size."""
+    x = torch.randn(1000)
+
+    def step() -> list[Tensor]:
+        read, written, failed = (x + i for i in range(3))
+        made = by_array(read, written)  # type: ignore[no-untyped-call]
+        with contextlib.suppress(ValueError):
+            by_array(made, failed, True)  # type: ignore[no-untyped-call]
+        after = written * made
+        push(x)
+        return [read, written, failed, made, after]
+
+    assert swept(step, x) > 5
+
+
 _dropped: list[list[Tensor]] = []  # while ``dropping`` runs
 
 

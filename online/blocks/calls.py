@@ -122,7 +122,11 @@ class Calls:
                     self._storages.disown(content)
                 if isinstance(error, Exception):  # the block may go on under its budget, where they count
                     self._written(kind, args, kwargs)
+            if self._runs.begun and kind.foreign and isinstance(error, Exception):
+                self._keep_unresizable(kind, args, kwargs)
             raise
+        if kind.foreign:
+            self._keep_unresizable(kind, args, kwargs)
         if kind.foreign and recipe is not None:
             recipe.draws = [(where, state) for where, state in recipe.draws if not torch.equal(state, generator_state(where))]
             kind.random = kind.random or bool(recipe.draws)
@@ -197,6 +201,12 @@ class Calls:
                 self._engine.let_go(content.number)
                 if content not in written:
                     self._keeper.fix(content, kind.name)
+
+    def _keep_unresizable(self, kind: Kind, args: Any, kwargs: Any) -> None:
+        """A storage whose memory a kernel has given to an array (``numpy()``) cannot be emptied any more: what it holds stays."""
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, Tensor) and not leaf.is_meta and not leaf.untyped_storage().resizable():
+                self._keeper.keep(self._content(leaf), kind.name)
 
 
 def _drawn_from(kind: Kind, args: Any, kwargs: Any) -> set[torch.device | torch.Generator]:
