@@ -602,6 +602,36 @@ def test_a_graph_may_write_what_another_would_compute_from_again() -> None:
     same(train(compiled, model, (x,)), train(twin, twin, (x,)))
 
 
+class CallsCounted(nn.Module):
+    """Writes to an activation from in front of a graph break, and counts its calls; the graph returns the count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(x)
+        torch._dynamo.graph_break()
+        kept = x * 2
+        x.relu_()
+        self.calls += 1
+        torch._dynamo.graph_break()
+        return kept * 3 + x / self.calls
+
+
+def test_a_count_may_be_returned_beside_an_input_that_is_written_to() -> None:
+    """AOTAutograd puts the count in the place of another output."""
+    model, x = CallsCounted(), torch.randn(16, 16)
+    twin = copy.deepcopy(model)
+    results = []
+    for part, call in ((model, torch.compile(model, backend=belady, options={**TIGHT, "budget": 1.0})), (twin, twin)):
+        loss = call(x).square().sum()
+        loss.backward()
+        results.append([loss.detach(), part.calls, *(p.grad for p in part.parameters())])
+    same(*results)
+
+
 @pytest.mark.parametrize(("places", "budget"), [(64, 24_900), (24, 12_000)])
 def test_a_buffer_may_be_written_before_the_backward(
     places: int, budget: int, inside: Modes, lines: pytest.LogCaptureFixture

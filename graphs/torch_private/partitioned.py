@@ -37,6 +37,7 @@ def compile_partitioned(
     from torch._inductor import config as inductor
 
     def split(joint: fx.GraphModule, _inputs: Any, *, num_fwd_outputs: int, **_: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+        _check_outputs(joint, num_fwd_outputs)
         writes = _take_writes(joint, num_fwd_outputs)
         early = [write for write in writes if not write.in_backward]
         late = [write for write in writes if write.in_backward]
@@ -50,18 +51,40 @@ def compile_partitioned(
         run._boxed_call = True  # type: ignore[attr-defined]
         return run
 
-    # Inputs are written in the graph, since ``tensor.data = ...`` can be nowhere else.
-    backend = aot_autograd(
-        fw_compiler=compile_one, bw_compiler=compile_one, partition_fn=split, keep_inference_input_mutations=True
-    )
+    def backend(writes_in_graph: bool) -> Any:
+        return aot_autograd(
+            fw_compiler=compile_one, bw_compiler=compile_one, partition_fn=split, keep_inference_input_mutations=writes_in_graph
+        )
+
     # The backward stays outside of the autocast region, as in a training loop.
     wanted: dict[str, Any] = {"backward_pass_autocast": "off"} if hasattr(config, "backward_pass_autocast") else {}
     if torch.__version__.startswith("2.12."):  # lays out gradients like their outputs, expanded ones too, where it cannot write
         wanted["guess_tangent_strides_as_outputs"] = False
     # Draws that nobody reads move the generator in eager execution; without the last one they are dead code.
     with eager_kernels(), casts_kept(), _nothing_donated(), config.patch(wanted), inductor.patch(fallback_random=True):
-        compiled: Callable[..., Any] = backend(module, examples)
+        compiled: Callable[..., Any]
+        try:  # inputs are written in the graph, since ``tensor.data = ...`` can be nowhere else
+            compiled = backend(True)(module, examples)
+        except _OutputLost:
+            compiled = backend(False)(module, examples)
     return compiled
+
+
+class _OutputLost(Exception):
+    """Something else is in the place of an output of a joint graph."""
+
+
+def _check_outputs(joint: fx.GraphModule, forward_outputs: int) -> None:
+    """Raise _OutputLost where an output is lost, which is a mistake of AOTAutograd's (all releases up to 2.13 have it).
+
+    An output that is an input the graph writes to is put into the outputs as that input, at its place among what the function
+    returns. But inputs that are written to behind the graph come first there, so it takes the place of another output.
+    """
+    descs = joint.graph.output_node().meta["desc"][:forward_outputs]
+    if any(isinstance(desc, InputMutationAOTOutput) for desc in descs):
+        written = {node.args[0] for node in joint.graph.nodes if node.target in _WRITES}
+        if not written.isdisjoint(entry for entry in _entries(joint)[:forward_outputs] if isinstance(entry, fx.Node)):
+            raise _OutputLost
 
 
 @contextlib.contextmanager
