@@ -23,6 +23,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 from graphs import profile
 from graphs.capture import Step, capture
@@ -629,6 +630,19 @@ def test_a_count_may_be_returned_beside_an_input_that_is_written_to() -> None:
         loss = call(x).square().sum()
         loss.backward()
         results.append([loss.detach(), part.calls, *(p.grad for p in part.parameters())])
+    same(*results)
+
+
+def test_checkpoints_with_dropout_need_no_gradient() -> None:
+    model, x = nn.Sequential(nn.Linear(16, 16), nn.Dropout()).requires_grad_(False), torch.randn(8, 16)
+
+    def call(x: Tensor) -> Any:
+        return checkpoint(model, x, use_reentrant=False)
+
+    results = []
+    for each in (call, torch.compile(call, backend=belady, options=TIGHT)):
+        torch.manual_seed(1)
+        results.append([each(x), torch.get_rng_state()])
     same(*results)
 
 

@@ -58,6 +58,9 @@ def compile_partitioned(
 
     # The backward stays outside of the autocast region, as in a training loop.
     wanted: dict[str, Any] = {"backward_pass_autocast": "off"} if hasattr(config, "backward_pass_autocast") else {}
+    # Beside a backward, checkpoints dissolve in a plan. Without one this would refuse to draw inside of them (torch 2.13).
+    if hasattr(config, "remat_using_tags_for_fwd_loss_bwd_graph"):
+        wanted["remat_using_tags_for_fwd_loss_bwd_graph"] = False
     if torch.__version__.startswith("2.12."):  # lays out gradients like their outputs, expanded ones too, where it cannot write
         wanted["guess_tangent_strides_as_outputs"] = False
     # Draws that nobody reads move the generator in eager execution; without the last one they are dead code.
