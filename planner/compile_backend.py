@@ -248,7 +248,7 @@ def _fitting(joint: _Joint, budget_bytes: int, options: Mapping[str, Any]) -> _P
 
     Where there is no room for copies, ops that read what would be copied run once.
     """
-    graph = joint.step.graph
+    graph = _outputs_made_once(joint.step.graph)
     copied_bytes = 0
     try:
         while True:
@@ -279,6 +279,15 @@ def _fitting(joint: _Joint, budget_bytes: int, options: Mapping[str, Any]) -> _P
         f"backward ({copied_bytes:,} bytes) nor without reading them there{enough}",
         works_bytes=works_bytes,
     )
+
+
+def _outputs_made_once(graph: Graph) -> Graph:
+    """The graph, for a plan that keeps what its forward returns. Planning knows that by the ops of the backward; where there is
+    none, since gradients are handed on as they come, what is returned is made once."""
+    if any(op.backward for op in graph.ops):
+        return graph
+    ops = tuple(op if graph.outputs.isdisjoint(op.outputs) else replace(op, effect=True) for op in graph.ops)
+    return replace(graph, ops=ops)
 
 
 def _plan(graph: Graph, budget_bytes: int, copied_bytes: int, options: Mapping[str, Any]) -> Plan:

@@ -646,6 +646,26 @@ def test_checkpoints_with_dropout_need_no_gradient() -> None:
     same(*results)
 
 
+def test_what_is_returned_stays_where_the_backward_has_no_ops(lines: pytest.LogCaptureFixture) -> None:
+    """The gradient of the sum is handed on as it comes. To make the cosine once more would save bytes, but it is returned."""
+    x, y = torch.randn(2, 16, 16)
+    x.requires_grad_()
+
+    def call(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        cosine = y.cos()
+        return x + (y.exp() + y).sum(), cosine
+
+    results = []
+    for each in (call, torch.compile(call, backend=belady, options={**TIGHT, "budget": 0.85})):
+        x.grad = None
+        shifted, cosine = each(x, y)
+        shifted.square().sum().backward()
+        results.append([shifted.detach(), cosine, x.grad])
+    same(*results)
+    (said,) = planned_bytes(lines)
+    assert said["peak"] <= said["budget"] and said["again"] == 0
+
+
 @pytest.mark.parametrize(("places", "budget"), [(64, 24_900), (24, 12_000)])
 def test_a_buffer_may_be_written_before_the_backward(
     places: int, budget: int, inside: Modes, lines: pytest.LogCaptureFixture
