@@ -14,6 +14,8 @@ What a plan for a captured graph cannot know:
 * Buffers and inputs may change between forward and backward: what eager execution would not read any more then, but the plan
   does, is copied, and counts. Parameters may not; a step in between raises what autograd raises.
 * Gradients of earlier steps (gradient accumulation) and the optimizer's state are outside, as for every plan.
+* Outputs that nobody uses get gradients of zeros (AOTAutograd), and so do parameters that only those depend on, where eager
+  execution leaves None.
 * New content of buffers is computed beside the old one and written at the end of the forward. Unlike ``PlannedModule``, a failed
   step is not taken back.
 * Gradients that come from outside are laid out as the outputs they belong to (before torch 2.13: contiguous or channels last)
