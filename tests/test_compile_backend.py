@@ -646,6 +646,34 @@ def test_checkpoints_with_dropout_need_no_gradient() -> None:
     same(*results)
 
 
+class Parts(nn.Module):
+    """Behind a graph break it reads parts of what a graph in front of it was given, and the result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 32), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        torch._dynamo.graph_break()
+        a, b = x.chunk(2, dim=1)
+        y = F.gelu(self.second(a.sigmoid() * b)).tanh()
+        torch._dynamo.graph_break()
+        return y * a + b
+
+
+@pytest.mark.parametrize("budget", [1.0, 0.7])
+def test_parts_of_an_input_may_be_returned(budget: float, lines: pytest.LogCaptureFixture) -> None:
+    """Their gradients, which the compiler traces as views of the input, have memory of their own."""
+    model, x = Parts(), torch.randn(64, 16)
+    twin = copy.deepcopy(model)
+    compiled = torch.compile(model, backend=belady, options={**TIGHT, "budget": budget})
+    for call in (compiled, twin):
+        call(x).square().sum().backward()
+    same([p.grad for p in model.parameters()], [p.grad for p in twin.parameters()])
+    assert len(planned_bytes(lines)) == 3
+
+
 def test_what_is_returned_stays_where_the_backward_has_no_ops(lines: pytest.LogCaptureFixture) -> None:
     """The gradient of the sum is handed on as it comes. To make the cosine once more would save bytes, but it is returned."""
     x, y = torch.randn(2, 16, 16)

@@ -14,7 +14,9 @@ from torch._ops import OpOverload
 
 from graphs.torch_private.joint import casts_kept
 from graphs.torch_private.kernels import eager_kernels
+from graphs.torch_private.names import FakeTensor, tree_leaves
 from graphs.torch_private.patching import patched
+from graphs.torch_private.tensors import storage_key
 
 Partition = Callable[[fx.GraphModule, int], tuple[fx.GraphModule, fx.GraphModule]]
 
@@ -38,6 +40,7 @@ def compile_partitioned(
 
     def split(joint: fx.GraphModule, _inputs: Any, *, num_fwd_outputs: int, **_: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         _check_outputs(joint, num_fwd_outputs)
+        _tell_tangents_apart(joint)
         writes = _take_writes(joint, num_fwd_outputs)
         early = [write for write in writes if not write.in_backward]
         late = [write for write in writes if write.in_backward]
@@ -88,6 +91,28 @@ def _check_outputs(joint: fx.GraphModule, forward_outputs: int) -> None:
         written = {node.args[0] for node in joint.graph.nodes if node.target in _WRITES}
         if not written.isdisjoint(entry for entry in _entries(joint)[:forward_outputs] if isinstance(entry, fx.Node)):
             raise _OutputLost
+
+
+def _tell_tangents_apart(joint: fx.GraphModule) -> None:
+    """Give the gradients that come from outside memory of their own: that of an output which is a part of an input (``chunk``)
+    is traced as a view of that input."""
+    known: set[int] = set()
+    views: set[fx.Node] = set()  # such gradients and views of them, which are made again, with the storages they had
+    for node in joint.graph.nodes:
+        value = node.meta.get("val")
+        if node.op == "placeholder" and isinstance(value, Tensor):
+            if node.name.startswith("tangents") and storage_key(value) in known:
+                with cast(FakeTensor, value).fake_mode, torch.no_grad():
+                    node.meta["val"] = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+                views.add(node)
+            known.add(storage_key(value))
+        elif node.op == "call_function" and not views.isdisjoint(node.all_input_nodes):
+            made = [each for each in tree_leaves(value) if isinstance(each, Tensor)]
+            if made and all(storage_key(each) in known for each in made):
+                args, kwargs = fx.map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
+                with cast(FakeTensor, made[0]).fake_mode, torch.no_grad():
+                    node.meta["val"] = node.target(*args, **kwargs)
+                views.add(node)
 
 
 @contextlib.contextmanager
