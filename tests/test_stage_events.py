@@ -11,7 +11,7 @@ import pytest
 import planner.stages.model
 from graphs.ir import Graph, Op, Value
 from graphs.synthetic import chain
-from planner.schedule import with_frees
+from planner.schedule import Compute, keep_all, with_frees
 from planner.simulate import simulate
 from planner.solvers import pseudo_boolean
 from planner.solvers.milp import Answer, Outcome
@@ -347,6 +347,27 @@ def test_a_large_overflow_asks_for_an_event_where_most_of_it_is_past() -> None:
             untils = (events[1].at - 1, events[1].at, len(graph.ops))
             past = [sum(max(0, e) for w, e in worst.items() if w <= until) for until in untils]
             assert past[0] < 2 / 3 * past[2] <= past[1]
+
+
+def test_overflows_that_are_apart_ask_for_events_of_their_own() -> None:
+    found_more = 0
+    for seed in range(200):
+        graph = random_graph(seed, max_ops=14)
+        whole = keep_all(graph)
+        budget_bytes = int(0.8 * simulate(graph, whole).peak_bytes)
+        closed, runs = with_end(graph), list(range(len(graph.ops)))
+        model = stage_model(closed, budget_bytes, [Event(len(graph.ops))])
+        found = Walk(runs, [0] * len(runs))  # all in one stage, and nothing runs again
+        memory_bytes = [simulate(graph, whole).memory_bytes[s] for s, step in enumerate(whole) if isinstance(step, Compute)]
+        is_over = [held > budget_bytes for held in memory_bytes]
+        stretches = sum(b and not a for a, b in itertools.pairwise([False, *is_over]))
+        one, _ = missing(model, graph, found, budget_bytes, 9)
+        each, _ = missing(model, graph, found, budget_bytes, 9, apart=True)
+        assert len(one) == 1 and len(each) == stretches
+        assert one[0] == each[0] == Event(memory_bytes.index(max(memory_bytes)))
+        assert all(is_over[event.done] for event in each)
+        found_more += len(each) > 1
+    assert found_more > 20
 
 
 def test_reruns_wait_where_first_executions_are_asked_for() -> None:

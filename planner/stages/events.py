@@ -24,6 +24,7 @@ def missing(
     *,
     large: float = LARGE,
     reruns_last: bool = False,
+    apart: bool = False,
 ) -> tuple[list[Event], list[Event]]:
     """New events for the worst overflows of a walk along a solution, each in a stage of its own.
 
@@ -36,6 +37,7 @@ def missing(
     most   first executions at most, fewer by one for each re-run; re-runs are not limited
     large  times the budget, what is held in an overflow that is large
     reruns_last  none as long as a first execution is asked for
+    apart  of a stage not only its worst overflow counts, but the worst first execution of each stretch over the budget
     """
     schedule = with_frees(graph, found.runs)
     steps = [s for s, step in enumerate(schedule) if isinstance(step, Compute)]
@@ -43,11 +45,14 @@ def missing(
     held_bytes, coming = [memory_bytes[s] for s in steps], [next_first[s] for s in steps]
     over = sorted((r for r, held in enumerate(held_bytes) if held > budget_bytes), key=lambda r: -held_bytes[r])
     events, first_runs, seconds, reruns = model.events, list[Event](), list[Event](), list[Event]()
+    stretch = list(itertools.accumulate(held <= budget_bytes for held in held_bytes))
     stages: set[int] = set()
+    looked_at: set[tuple[int, int]] = set()
     for r in over:
         v, w, stage = found.runs[r], coming[r], found.stages[r]
-        if stage in stages:
+        if (stage, stretch[r]) in looked_at if apart and v == w else stage in stages:
             continue
+        looked_at.add((stage, stretch[r]))
         wanted = next((t for t in (Event(w), Event(w - 1)) if t not in events), None)
         if wanted is not None and (v != w or wanted.at == w):
             stages.add(stage)
