@@ -12,50 +12,24 @@ import contextlib
 import importlib.util
 import inspect
 import os
-import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType, ModuleType
+from types import ModuleType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from graphs.errors import InputError, check_positive
+from graphs.collection import asked_for, chosen, is_own
+from graphs.errors import InputError
 from graphs.torch_private.names import tree_map_only
 from graphs.tracing.refusals import told
 
 Built = tuple[nn.Module, Any, Callable[..., Tensor] | None]
 
 CLASSES = 1000  # of every image model, as in ImageNet
-
-
-@dataclass(frozen=True)
-class Workload:
-    """One model of the collection.
-
-    name         what users call it
-    description  one line for people
-    sizes        what can be chosen, with the defaults: "batch" (examples), "seq" (tokens or time steps of each), "depth" (layers,
-                 in the sense of the description), "size" (side of the image in pixels), "vocab" (tokens in the vocabulary)
-    builder      takes ``sizes`` as keywords; returns the model, its inputs, and its loss (None: the model returns its loss)
-    """
-
-    name: str
-    description: str
-    sizes: Mapping[str, int]
-    builder: Callable[..., Built]
-
-    def row(self) -> dict[str, Any]:
-        """Name, default sizes (None: the model has no such size) and description, for a table."""
-        return {"name": self.name, **{size: self.sizes.get(size) for size in SIZES}, "description": self.description}
-
-
-SIZES = ("batch", "seq", "depth", "size", "vocab")
-_SIZED = re.compile(rf"({'|'.join(SIZES)})([0-9]{{1,9}})")
 
 
 def build(
@@ -71,31 +45,17 @@ def build(
 ) -> Built:
     """Model (in training mode), inputs and loss of a workload, in the form ``graphs.capture.capture`` takes.
 
-    name    one of ``WORKLOADS``, which may have sizes ("gpt2-depth96-seq512")
-    batch, seq, depth, size, vocab  see ``Workload.sizes``; None: its default
+    name    one of ``graphs.collection.WORKLOADS``, which may have sizes ("gpt2-depth96-seq512")
+    batch, seq, depth, size, vocab  see ``Workload.sizes`` there; None: its default
     seed    of weights and inputs; they are drawn on the CPU, so that they are the same on every device. The global generators
             are as before afterwards
 
     Raises InputError for an unknown name, a size the model does not have or cannot take, and where transformers is missing.
     """
-    plain, *parts = name.split("-")
-    workload, named = WORKLOADS.get(plain), [_SIZED.fullmatch(part) for part in parts]
-    if workload is None or not all(named):
-        raise InputError(
-            f"unknown workload {name!r}; there are: {', '.join(WORKLOADS)}, also with sizes (gpt2-depth24-seq64); your own is "
-            f"path.py:function"
-        )
+    plain, sizes = chosen(name, batch=batch, seq=seq, depth=depth, size=size, vocab=vocab)
     where = _device(device)
-    asked = _asked(batch=batch, seq=seq, depth=depth, size=size, vocab=vocab)
-    for part in filter(None, named):
-        what, number = part.groups()
-        if what in asked:
-            raise InputError(f"workload {name} is asked for with {what} {number} and with {what} {asked[what]}; give one")
-        asked |= _asked(**{what: int(number)})
-    for what in asked.keys() - workload.sizes.keys():
-        raise InputError(f"workload {plain} has no {what} to choose; it has: {', '.join(workload.sizes)}")
     with _seeded(seed):
-        model, inputs, loss = workload.builder(**{**workload.sizes, **asked})
+        model, inputs, loss = _BUILDERS[plain](**sizes)
     return model.train().to(where), _moved(inputs, where), loss
 
 
@@ -121,12 +81,12 @@ def load_workload(
     Raises InputError where the file, the function or what it returns cannot be used, and as ``build`` does.
     """
     where = _device(device)
-    if ":" not in name and not name.endswith(".py"):
+    if not is_own(name):
         return build(name, device=where, batch=batch, seq=seq, depth=depth, size=size, vocab=vocab, seed=seed)
     path, _, called = name.rpartition(":")
     if not path.endswith(".py") or not called.isidentifier():
         raise InputError(f"{name!r}: a workload of your own is written path.py:function")
-    asked = _asked(batch=batch, seq=seq, depth=depth, size=size, vocab=vocab)
+    asked = asked_for(batch=batch, seq=seq, depth=depth, size=size, vocab=vocab)
     with _seeded(seed, where), _beside(Path(path)):
         function = getattr(_imported(Path(path)), called, None)
         if not callable(function):
@@ -134,13 +94,6 @@ def load_workload(
         built = _called(name, function, asked, where)
     model, inputs, loss = built if len(built) == 3 else (*built, None)
     return model.to(where), _moved(inputs, where), loss
-
-
-def _asked(**sizes: int | None) -> dict[str, int]:
-    """The sizes that are given. Raises InputError for one that is not a positive integer."""
-    given = {what: number for what, number in sizes.items() if number is not None}
-    check_positive(**given)
-    return given
 
 
 def _device(device: torch.device | str | None) -> torch.device:
@@ -428,60 +381,15 @@ def _lstm(batch: int, seq: int, depth: int) -> Built:
     return LSTM(depth, width, classes), (torch.randn(batch, seq, width), torch.randint(classes, (batch,))), F.cross_entropy
 
 
-WORKLOADS: Mapping[str, Workload] = MappingProxyType(
-    {
-        workload.name: workload
-        for workload in (
-            Workload("mlp", "depth hidden layers of 512, ReLU", {"batch": 4096, "depth": 12}, _mlp),
-            Workload(
-                "resnet50",
-                "ResNet of depth 14, 26, 50, 101 or 152 layers, 1000 classes",
-                {"batch": 32, "depth": 50, "size": 128},
-                _resnet50,
-            ),
-            Workload(
-                "vgg16",
-                "VGG of depth 11, 13, 16 or 19 layers, 1000 classes",
-                {"batch": 64, "depth": 16, "size": 64},
-                _vgg16,
-            ),
-            Workload("mobilenet_v2", "MobileNetV2 1.0, 1000 classes", {"batch": 8, "size": 128}, _mobilenet_v2),
-            Workload(
-                "unet",
-                "U-Net with depth halvings, 32 channels at the top, 21 classes",
-                {"batch": 8, "depth": 4, "size": 128},
-                _unet,
-            ),
-            Workload(
-                "vit",
-                "ViT-Small, patches of 16, depth layers, 1000 classes",
-                {"batch": 8, "depth": 12, "size": 224},
-                _vit,
-            ),
-            Workload(
-                "bert",
-                "BERT-Base masked language model, depth layers, vocabulary cut from 30522",
-                {"batch": 6, "seq": 256, "depth": 12, "vocab": 8192},
-                _bert,
-            ),
-            Workload(
-                "gpt2",
-                "GPT-2 small, depth layers, vocabulary cut from 50257",
-                {"batch": 6, "seq": 256, "depth": 12, "vocab": 8192},
-                _gpt2,
-            ),
-            Workload(
-                "llama",
-                "Llama of width 512 with grouped-query attention, depth layers",
-                {"batch": 8, "seq": 256, "depth": 8, "vocab": 8192},
-                _llama,
-            ),
-            Workload(
-                "lstm",
-                "LSTM of width 512 unrolled over seq time steps, depth layers",
-                {"batch": 256, "seq": 32, "depth": 1},
-                _lstm,
-            ),
-        )
-    }
-)
+_BUILDERS: Mapping[str, Callable[..., Built]] = {
+    "mlp": _mlp,
+    "resnet50": _resnet50,
+    "vgg16": _vgg16,
+    "mobilenet_v2": _mobilenet_v2,
+    "unet": _unet,
+    "vit": _vit,
+    "bert": _bert,
+    "gpt2": _gpt2,
+    "llama": _llama,
+    "lstm": _lstm,
+}

@@ -12,8 +12,8 @@ import sys
 import time
 from collections.abc import Sequence
 
+from graphs.collection import WORKLOADS
 from graphs.ir import Graph
-from graphs.workloads import WORKLOADS
 from planner.frontier import min_budget
 from planner.plan import solve
 from planner.schedule import keep_all

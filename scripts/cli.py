@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
+from graphs.collection import SIZES, WORKLOADS, chosen, is_own
 from graphs.errors import BeladyError, InputError, NoScheduleFound
 from graphs.files import check_writable
 from graphs.ir import Graph
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
     from online.runtime import Run
     from online.trial import Trial, Trials
 
-SIZES = ("batch", "seq", "depth", "size", "vocab")
 OF_MODELS = (*SIZES, "device", "costs")  # options that a graph from a file has no use for
 RULES = ", ".join((*HEURISTICS, *ADDRESS_HEURISTICS))
 DONE, BAD_INPUT, NOTHING_FOUND, PIPE_CLOSED = 0, 2, 3, 141
@@ -350,11 +350,13 @@ class Loaded:
             self.graph: Graph = load(name)
             check_numbers(self.graph)
             return
+        sizes = {size: getattr(arguments, size) for size in SIZES}
+        if not is_own(name):
+            chosen(name, **sizes)  # before torch is loaded, which takes seconds
+        status(f"building {name}")
         from graphs.capture import capture
         from graphs.workloads import load_workload
 
-        status(f"building {name}")
-        sizes = {size: getattr(arguments, size) for size in SIZES}
         try:
             model, self.inputs, loss = load_workload(name, device=arguments.device, **sizes)
         except SystemExit as error:  # raised by the user's function
@@ -617,8 +619,6 @@ def _print_sweep(graph: Graph, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def _workloads(arguments: argparse.Namespace) -> int:
-    from graphs.workloads import WORKLOADS
-
     rows = [workload.row() for workload in WORKLOADS.values()]
     if arguments.json:
         write_rows(arguments.json, rows)

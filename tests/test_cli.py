@@ -245,6 +245,18 @@ def test_results_that_cannot_be_written_are_one_sentence(redirected: str, code: 
     assert (done.returncode, done.stderr.strip(), done.stdout) == (code, message, "")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [(["workloads"], 0), (["plan", "resnet51", "--budget", "0.5"], 2), (["run", "mlp", "--budget", "0.5", "--seq", "9"], 2)],
+)
+def test_what_there_is_to_choose_is_known_without_torch(arguments: list[str], code: int) -> None:
+    """It takes seconds to load."""
+    program = f"import sys; sys.modules['torch'] = None; from belady.cli import main; sys.exit(main({arguments}))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == code
+    assert "Traceback" not in done.stderr and ("resnet50" in done.stdout + done.stderr or "no seq" in done.stderr)
+
+
 @pytest.mark.parametrize("arguments", [["--help"], ["plan", "CHAIN", "--budget", "0.5"], ["workloads", "--json", "-"]])
 def test_a_reader_that_has_gone_is_no_error(arguments: list[str], chain_file: str) -> None:
     reader, writer = os.pipe()

@@ -14,11 +14,12 @@ from torch import Tensor, fx, nn
 
 import graphs.profile as profile
 from graphs.capture import Step, capture
+from graphs.collection import WORKLOADS
 from graphs.costs import signature
 from graphs.errors import InputError
 from graphs.profile import measured, taken_beside
 from graphs.torch_private.tensors import storage_key
-from graphs.workloads import WORKLOADS, build
+from graphs.workloads import build
 
 
 class Net(nn.Module):

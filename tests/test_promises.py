@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from graphs import workloads
 from graphs.capture import capture
+from graphs.collection import WORKLOADS
 from graphs.costs import roofline
 from graphs.errors import BudgetExceeded, InvalidSchedule
-from graphs.workloads import WORKLOADS
 from planner import Plan, min_budget
 from planner.execute import PlannedStep, StepResult, run_step
 from planner.least.smallest import smallest_known

@@ -10,9 +10,11 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from graphs import workloads
 from graphs.capture import capture
+from graphs.collection import SIZES, WORKLOADS
 from graphs.errors import InputError
-from graphs.workloads import SIZES, WORKLOADS, build, load_workload
+from graphs.workloads import build, load_workload
 
 TINY = {"batch": 2, "seq": 8, "depth": 1, "size": 32, "vocab": 64}
 SHALLOWEST = {"resnet50": 14, "vgg16": 11}
@@ -32,7 +34,7 @@ def tiny(request: pytest.FixtureRequest) -> tuple[str, dict[str, int]]:
 
 def test_the_collection_has_what_it_promises() -> None:
     wanted = {"mlp", "resnet50", "vgg16", "mobilenet_v2", "unet", "vit", "bert", "gpt2", "llama", "lstm"}
-    assert wanted <= WORKLOADS.keys()
+    assert wanted <= WORKLOADS.keys() == workloads._BUILDERS.keys()
     for name, workload in WORKLOADS.items():
         assert workload.name == name
         assert set(workload.sizes) <= set(SIZES)
