@@ -80,49 +80,10 @@ def again_bytes(s: Sets, present: Flags, values: Ints, room_bytes: int, needs_op
     The ops are left in ``s.ops``, in no order, their number in ``s.counted``; without ``needs_ops`` only as many of them as show
     that it is too much.
     """
-    count, runs, possible = 0, 0, True
-    for x in values:
-        v = s.producer[x]
-        if not s.asked[v]:
-            s.asked[v] = True
-            s.todo[count] = v
-            count += 1
-    first, last = s.workspace.size, -1
-    while count:
-        count -= 1
-        v = s.todo[count]
-        s.ops[runs] = v
-        runs += 1
-        first, last, possible = min(first, v), max(last, v), possible and not s.once[v]
-        alone_bytes = s.workspace[v]
-        for a in range(s.out_rows[v], s.out_rows[v + 1]):
-            if not present[s.outputs[a]]:
-                alone_bytes += s.size[s.outputs[a]]
-        possible = possible and alone_bytes <= room_bytes
-        if not possible and not needs_ops:
-            break
-        for a in range(s.in_rows[v], s.in_rows[v + 1]):
-            y = s.inputs[a]
-            p = s.producer[y]
-            if not present[y] and not s.asked[p]:
-                s.asked[p] = True
-                s.todo[count] = p
-                count += 1
-    s.counted[0], s.counted[1] = runs, runs
-    if not possible:
-        for a in range(count):
-            s.asked[s.todo[a]] = False
-        for a in range(runs):
-            s.asked[s.ops[a]] = False
+    if not ask_ancestors(s, present, values, room_bytes, needs_ops):
         return -1
-    if SCANNED * runs < last - first:
-        s.todo[:runs] = np.sort(s.ops[:runs])
-    else:
-        s.counted[1] += last - first
-        for v in range(first, last + 1):
-            if s.asked[v]:
-                s.todo[count] = v
-                count += 1
+    runs = put_in_order(s)
+    last = s.todo[runs - 1] if runs else -1
     for b in range(runs):
         v = s.todo[b]
         s.asked[v] = False
@@ -152,6 +113,60 @@ def again_bytes(s: Sets, present: Flags, values: Ints, room_bytes: int, needs_op
     for x in values:
         s.there[x] = False
     return peak_bytes if peak_bytes <= room_bytes else -1
+
+
+@njit
+def ask_ancestors(s: Sets, present: Flags, values: Ints, room_bytes: int, needs_ops: bool) -> bool:
+    """Mark the ops that ``again_bytes`` is about in ``s.asked``, and leave them in ``s.ops``; whether each may run again and has
+    room for itself. Where not, no marks are left."""
+    count, runs, possible = 0, 0, True
+    for x in values:
+        v = s.producer[x]
+        if not s.asked[v]:
+            s.asked[v] = True
+            s.todo[count] = v
+            count += 1
+    while count and (possible or needs_ops):
+        count -= 1
+        v = s.todo[count]
+        s.ops[runs] = v
+        runs += 1
+        alone_bytes = s.workspace[v]
+        for a in range(s.out_rows[v], s.out_rows[v + 1]):
+            if not present[s.outputs[a]]:
+                alone_bytes += s.size[s.outputs[a]]
+        possible = possible and not s.once[v] and alone_bytes <= room_bytes
+        for a in range(s.in_rows[v], s.in_rows[v + 1]):
+            y = s.inputs[a]
+            p = s.producer[y]
+            if not present[y] and not s.asked[p]:
+                s.asked[p] = True
+                s.todo[count] = p
+                count += 1
+    s.counted[0], s.counted[1] = runs, runs
+    if not possible:
+        for a in range(count):
+            s.asked[s.todo[a]] = False
+        for a in range(runs):
+            s.asked[s.ops[a]] = False
+    return possible
+
+
+@njit
+def put_in_order(s: Sets) -> int:
+    """Put the ops that are asked for into ``s.todo``, in op order; their number."""
+    runs: int = s.counted[0]
+    few = s.ops[:runs]
+    if not runs or SCANNED * runs < few.max() - few.min():
+        s.todo[:runs] = np.sort(few)
+        return runs
+    count = 0
+    for v in range(few.min(), few.max() + 1):
+        if s.asked[v]:
+            s.todo[count] = v
+            count += 1
+    s.counted[1] += few.max() - few.min()
+    return runs
 
 
 @njit
