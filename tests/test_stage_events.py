@@ -55,7 +55,7 @@ def until_nothing_is_missing(graph: Graph, budget_bytes: int, events: list[Event
         if answer.values is None:
             return model, answer, None
         found = walk(model, answer.values)
-        more, _ = missing(model, graph, found, budget_bytes, 2)
+        more, _ = missing(model, graph, found, budget_bytes, 2, apart=len(events) % 2 == 1)
         assert not set(more) & set(events)
         if not more:
             return model, answer, found

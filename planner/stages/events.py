@@ -47,20 +47,20 @@ def missing(
     events, first_runs, seconds, reruns = model.events, list[Event](), list[Event](), list[Event]()
     stretch = list(itertools.accumulate(held <= budget_bytes for held in held_bytes))
     stages: set[int] = set()
-    looked_at: set[tuple[int, int]] = set()
+    stretches: set[int] = set()
     for r in over:
         v, w, stage = found.runs[r], coming[r], found.stages[r]
-        if (stage, stretch[r]) in looked_at if apart and v == w else stage in stages:
+        if stage in stages and (not apart or v != w or stretch[r] in stretches):
             continue
-        looked_at.add((stage, stretch[r]))
-        wanted = next((t for t in (Event(w), Event(w - 1)) if t not in events), None)
+        wanted = next((t for t in (Event(w), Event(w - 1)) if t not in (*events, *first_runs)), None)
         if wanted is not None and (v != w or wanted.at == w):
             stages.add(stage)
+            stretches.add(stretch[r])
             first_runs.append(wanted)
             if held_bytes[r] > large * budget_bytes:
                 inside = (q for q in reversed(over) if found.stages[q] == stage)  # the most of an op comes last
                 later = Event(_passed({coming[q]: held_bytes[q] - budget_bytes for q in inside}))
-                if later not in (*events, wanted):
+                if later not in (*events, *first_runs):
                     first_runs.append(later)
                     seconds.append(later)
         elif v != w and events[stage].again == v and found.stages[r + 1 : r + 2] != [stage]:
