@@ -88,9 +88,8 @@ class _Attempts:
         self.autocast = autocast
         self._slots = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         self._watch, self._caches = Watch(name, body), Caches(body)
-        self._assigned: set[str] = (
-            set()
-        )  # buffers the forward gives other tensors; it may read the old ones: these are kept apart
+        # Buffers that the forward gives other tensors. It may read the old ones: these are kept apart.
+        self._assigned: set[str] = set()
         self._held: dict[str, Tensor] = {}  # what the model holds during the latest call and its backward
         self._in_call = False
         self._here = threading.get_ident()
