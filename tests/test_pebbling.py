@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
@@ -217,6 +218,19 @@ def test_wherever_the_clock_stops_it_what_it_has_proved_holds(monkeypatch: pytes
             stopped += schedule is None
             attained += schedule is not None
     assert stopped > 50 and attained > 50
+
+
+def test_long_sequences_are_left_and_all_but_short_ones_after_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = random_training(20, seed=1)
+    budget_bytes = int(1.05 * smallest_known(graph, time_limit_s=3)[0])
+    search = pebbling._Backwards(graph)
+    _, path = search.run(budget_bytes, 2000, math.inf, latest=True, only_latest=True, most_bytes=budget_bytes, stays=search.early)
+    assert path is not None
+    schedule = search.schedule(path, budget_bytes, math.inf)
+    assert schedule is not None and len(list(computes(schedule))) > 2 * len(graph.ops)
+    assert search.schedule(path, budget_bytes, 0.0) is None
+    monkeypatch.setattr(pebbling, "LONGEST", 0)
+    assert search.schedule(path, budget_bytes, math.inf) is None
 
 
 @pytest.mark.parametrize("work", [1, 1000])

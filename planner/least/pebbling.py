@@ -171,7 +171,7 @@ class _Backwards:
             visited.append(_Visited(members, tuple(dropped), after, op))
             if not present.any():
                 return level_bytes, self._path(visited)
-            makers = kernels.last_makers(sets, present, int(sets.size[present].sum()))
+            makers = kernels.last_makers(sets, present, int(sets.shrinking[-1]))
             ops, needs, adds = sets.ops[:makers], sets.needs[:makers] + resident, sets.adds[:makers]
             order = np.arange(makers) if latest else np.lexsort((ops, -adds))  # the newest goes first
             too_late = makes_early if (present & self._is_backward).any() else ()
@@ -226,10 +226,11 @@ class _Backwards:
             elif len(steps) > 1:
                 stride = len(steps) // 2
             else:
-                present = present.copy()
-                dropped = self._shrink(present, room_bytes, stays, deadline)
-                if not dropped:  # what is left has shrunk in another order than on the path
+                rest = present.copy()
+                dropped = self._shrink(rest, room_bytes, stays, deadline)
+                if not dropped:  # no time; or what is left has shrunk in another order than on the path
                     break
+                present = rest
                 last = visited[-1]
                 visited[-1] = _Visited(np.packbits(present).tobytes(), (*last.dropped, *dropped), last.after, last.op)
         return list(path) if present.any() else self._path(visited)
