@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 import math
 from random import Random
+from typing import Any
 
 import pytest
 
 import planner.stages.model
 from graphs.ir import Graph, Op, Value
-from graphs.synthetic import chain
+from graphs.synthetic import chain, random_training
+from planner.methods import cutting_stages
 from planner.schedule import Compute, keep_all, with_frees
 from planner.simulate import simulate
 from planner.solvers import pseudo_boolean
@@ -368,6 +370,23 @@ def test_overflows_that_are_apart_ask_for_events_of_their_own() -> None:
         assert all(is_over[event.done] for event in each)
         found_more += len(each) > 1
     assert found_more > 20
+
+
+@pytest.mark.parametrize(("variables", "apart"), [(0, False), (cutting_stages.APART, True)])
+def test_small_models_ask_for_overflows_that_are_apart(variables: int, apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def noted(model: StageModel, *given: Any, **options: Any) -> Any:
+        asked.append((len(model.milp.cost), options["apart"]))
+        return missing(model, *given, **options)
+
+    monkeypatch.setattr(cutting_stages, "missing", noted)
+    monkeypatch.setattr(cutting_stages, "APART", variables)
+    monkeypatch.setattr(cutting_stages, "SMALL_OPS", 0)  # else A* closes it
+    graph = random_training(12, seed=4)
+    cutting_stages.solve(graph, int(0.6 * simulate(graph, keep_all(graph)).peak_bytes), time_limit_s=2)
+    assert asked and asked[0][1] is apart
+    assert all(is_so is (size <= variables) for size, is_so in asked)
 
 
 def test_reruns_wait_where_first_executions_are_asked_for() -> None:
