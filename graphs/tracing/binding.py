@@ -161,7 +161,8 @@ class Binding:
                 if tensor is None:
                     raise InputError(f"{source.name} was removed after the step was captured; capture it again")
                 if tensor.requires_grad != source.trainable:
-                    raise InputError(f"{source.name} was frozen or unfrozen after the step was captured; capture it again")
+                    now, then = ("requires a", "did not") if tensor.requires_grad else ("requires no", "did")
+                    raise InputError(f"{source.name} {now} gradient, but {then} when the step was captured; capture it again")
             elif source.kind == "input" and isinstance(tensor, Tensor) and tensor.requires_grad:
                 raise InputError(f"{source.name} requires a gradient, but inputs get none; give it detached")
             want.check(source.name or source.kind, tensor)
