@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from graphs.capture import Step
 from graphs.errors import InputError
+from graphs.rewriting.sizes import cuda_bytes
 from graphs.torch_private.partitioned import activation_memory_budget
 from online.runtime import run
 from planner.execute import PlannedModule
@@ -171,7 +172,8 @@ class Bench:
         torch.cuda.reset_peak_memory_stats(device)
         once()
         torch.cuda.synchronize(device)
-        copies = sum(tensor.untyped_storage().nbytes() for tensor in module.static_inputs)  # the plan counts the inputs once
+        # The plan counts the inputs once.
+        copies = sum(cuda_bytes(tensor.untyped_storage().nbytes()) for tensor in module.static_inputs)
         peak = self._resident_bytes + torch.cuda.max_memory_allocated(device) - before - copies
         torch.cuda.empty_cache()
         reserved = self._resident_bytes + torch.cuda.memory_reserved(device) - held - copies
