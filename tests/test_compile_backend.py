@@ -556,6 +556,17 @@ def test_layouts_are_those_of_the_kernels() -> None:
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(plain.parameters(), model.parameters(), strict=True))
 
 
+def test_kernels_that_cannot_be_asked_in_small_log_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The channels of a group norm do not go together with its other arguments once they are fewer."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    said: list[logging.LogRecord] = []
+    monkeypatch.setattr(log, "handle", said.append)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(4, 8), nn.SiLU()).to(memory_format=torch.channels_last)
+    x = torch.randn(4, 3, 16, 16).to(memory_format=torch.channels_last)
+    torch.compile(model, backend=belady, options={"budget": 1.0})(x).sum().backward()
+    assert said == []
+
+
 class Expanded(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -32,7 +32,7 @@ from graphs.torch_private.names import (
     tree_unflatten,
     without_autocast,
 )
-from graphs.torch_private.stand_ins import stand_ins_by
+from graphs.torch_private.stand_ins import quiet_stand_ins, stand_ins_by
 from graphs.torch_private.tensors import storage_key
 
 aten = torch.ops.aten
@@ -132,7 +132,7 @@ class _Layouts:
 
     def _run(self, mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> list[_Layout] | None:
         """Shape and strides of the results of a call, from the kernel; None where the call is too large."""
-        with mode:
+        with quiet_stand_ins(), mode:
             expected = tree_leaves(func(*args, **kwargs))
         read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if sum(t.numel() for t in (*read, *expected) if isinstance(t, Tensor)) > MOST:
