@@ -727,6 +727,20 @@ def test_conjugate_and_negated_views_are_read_again_as_they_were() -> None:
     assert swept(step, z) > 5
 
 
+def test_views_of_numbers_can_be_made() -> None:
+    """The derivative of a product with a complex number asks for the conjugate of that number."""
+    x = torch.randn(500)
+    weight = nn.Parameter(torch.randn(500))
+
+    def step() -> list[Tensor]:
+        y = torch.tanh(x * weight) * 1j
+        z = torch.exp(y * (2 + 1j))
+        push(x)
+        return [*torch.autograd.grad(z.abs().sum(), weight)]
+
+    assert swept(step, x) > 5
+
+
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch's own use of it
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:FutureWarning")  # torch loads its formulas with it
 def test_derivatives_forward_in_which_zeros_have_no_memory() -> None:

@@ -142,7 +142,7 @@ class Calls:
 
     def _look(self, kind: Kind, func: Any, args: Any, kwargs: Any) -> Any:
         """Make views or read numbers: nothing is allocated, but what is read has to be there."""
-        if kind.of_first and args:
+        if kind.of_first and args and isinstance(args[0], Tensor):  # else a number, that PyTorch takes for a tensor
             tensors = args[:1]
         else:
             tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
