@@ -27,7 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from graphs.errors import InputError
 from graphs.ir import Graph
-from graphs.torch_private.running import around_backwards, around_packing, called_back_here, is_active
+from graphs.torch_private.running import around_backwards, around_packing, before_fused, called_back_here, is_active
 from online.blocks.calls import Calls
 from online.blocks.interposition import Operators, RawReads
 from online.blocks.keeping import Keeper
@@ -197,6 +197,8 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
             for around in (around_backwards, around_packing):
                 self._interposed.enter_context(around(lambda: reads if self._is_here() else contextlib.nullcontext()))
             self._interposed.enter_context(called_back_here(self._is_here))
+            if self.budget_bytes is not None:
+                self._interposed.enter_context(before_fused(self._refuse_fused))
             self._interposed.enter_context(self._operators)
             self._interposed.enter_context(old_objects_left_alone())
         except BaseException:
@@ -311,6 +313,10 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
     def _is_here(self) -> bool:
         """Whether this thread runs the block, or a backward for it: the hooks of torch are those of all threads."""
         return not self.torn and is_active(self._operators)
+
+    def _refuse_fused(self, what: str, instead: str) -> None:
+        if self._is_here():
+            raise InputError(f"{what} cannot run under a budget, as its kernels pass by PyTorch's operators; {instead}")
 
     def _settle(self, *, failed: bool) -> None:
         """Bring back all that is alive, and write the run down."""

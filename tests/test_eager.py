@@ -11,6 +11,7 @@ import io
 import operator
 import os
 import re
+import shutil
 import threading
 import warnings
 import weakref
@@ -1832,6 +1833,53 @@ def test_the_compiler_stays_out_of_a_block() -> None:
     assert run.counters.evictions > 0
     assert [op.kind for op in run.graph.ops] == [op.kind for op in plain.graph.ops]
     assert all(torch.equal(a, b.grad) for a, b in zip(want, model.parameters(), strict=True))  # type: ignore[arg-type]
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a compiler")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own
+def test_kernels_of_inductor_do_not_read_what_is_evicted() -> None:
+    """The forward before the block is compiled code, and so is its backward inside; a call inside is left alone."""
+    x = torch.randn(1000, requires_grad=True)
+
+    def plain(x: Tensor) -> Tensor:
+        return x.sin() * 2
+
+    (want,) = torch.autograd.grad(plain(x).sum(), x)
+    compiled = torch.compile(plain)
+    y = compiled(x)
+    refused = pytest.raises(
+        InputError, match=r"code compiled by Inductor cannot run under a budget.*the forward in the block too"
+    )
+    with refused, budget("1MiB"):
+        y.sum().backward()
+    assert x.grad is None
+    with budget("1MiB"):
+        compiled(x).sum().backward()
+    assert x.grad is not None and torch.equal(x.grad, want)
+    torch.compiler.reset()
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:FutureWarning")
+def test_fused_kernels_of_torchscript_do_not_read_what_is_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They gave wrong gradients. On CUDA the fuser is on by itself."""
+    x = torch.randn(1000, requires_grad=True)
+
+    @torch.jit.script
+    def scripted(x: Tensor) -> Tensor:
+        return (x.sin() * x).sigmoid()
+
+    with budget("1MiB"):
+        scripted(x).sum().backward()
+    monkeypatch.setattr("graphs.torch_private.running.torch._C._jit_can_fuse_on_cpu", lambda: True)
+    refused = pytest.raises(InputError, match=r"TorchScript that PyTorch may fuse cannot run under a budget.*PYTORCH_JIT=0")
+    with refused, budget("1MiB"):
+        scripted(x)
+    with budget("1MiB"):
+        other = threading.Thread(target=scripted, args=(x,))
+        other.start()
+        other.join()
+    scripted(x)
 
 
 def test_no_step_is_captured_inside_of_a_block() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from types import FunctionType
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
+from graphs.torch_private.names import tree_leaves
 from graphs.torch_private.patching import patched
 
 
@@ -99,6 +101,38 @@ def called_back_here(wanted: Callable[[], bool]) -> Iterator[None]:
 
     with patched(future, "then", waiting(future.then)), patched(future, "add_done_callback", waiting(future.add_done_callback)):
         yield
+
+
+@contextlib.contextmanager
+def before_fused(refuse: Callable[[str, str], None]) -> Iterator[None]:
+    """Call ``refuse(what, instead)`` before code runs in which PyTorch has fused operators, or may have by now: its kernels read
+    and write tensors past the dispatcher. That is what Inductor has compiled, and TorchScript where a fuser is on."""
+
+    def refusing(original: Any, *words: str, where: Callable[[Any, Any], bool] = lambda args, kwargs: True) -> Any:
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if where(args, kwargs):
+                refuse(*words)
+            return original(self, *args, **kwargs)
+
+        return call
+
+    with contextlib.ExitStack() as stack:
+        inductor = getattr(sys.modules.get("torch._inductor.output_code"), "CompiledFxGraph", None)
+        if inductor is not None:  # else nothing has been compiled yet
+            words = "code compiled by Inductor", "have the forward in the block too, where it is not compiled"
+            stack.enter_context(patched(inductor, "__call__", refusing(inductor.__call__, *words)))
+        for kind in (torch._C.ScriptFunction, torch._C.ScriptMethod):
+            words = "TorchScript that PyTorch may fuse", "start the program with PYTORCH_JIT=0 to have it run as Python"
+            stack.enter_context(patched(kind, "__call__", refusing(kind.__call__, *words, where=_may_be_fused)))
+        yield
+
+
+def _may_be_fused(*given: Any) -> bool:
+    """Whether a fuser of TorchScript is on for what a function is given."""
+    if torch._C._jit_llga_enabled() or (torch._C._jit_texpr_fuser_enabled() and torch._C._jit_can_fuse_on_cpu()):
+        return True
+    fused = torch._C._jit_texpr_fuser_enabled() and torch._C._jit_can_fuse_on_gpu()
+    return fused and any(isinstance(leaf, Tensor) and leaf.is_cuda for leaf in tree_leaves(given))
 
 
 def is_active(mode: TorchDispatchMode) -> bool:
