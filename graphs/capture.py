@@ -324,6 +324,12 @@ def _results(name: str, joint: Joint, state: Mapping[str, Tensor], leaves: Seque
             raise CaptureError(
                 f"{name} changes its parameter {names[i]} in place during the forward; do that outside of the step"
             )
+        if kind == "state" and (shape := node.meta["val"].shape) != state[names[i]].shape:
+            raise CaptureError(
+                f"{name} gives its buffer {names[i]} the shape {tuple(shape)} in its forward, in place of "
+                f"{tuple(state[names[i]].shape)}, and a captured step keeps shapes; where only the first call does so, run the "
+                f"model once before"
+            )
         if kind == "loss":
             results.append(Result("loss"))
         else:

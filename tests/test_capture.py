@@ -833,6 +833,24 @@ def grown(model, x):
     return square(model.linear(x))
 
 
+def stretched(model, x):
+    model.moving.unsqueeze_(0)
+    return square(model.linear(x))
+
+
+def observed(model, x):
+    on, lowest, highest, scale = (
+        torch.ones(1, dtype=torch.long),
+        model.moving[:0].clone(),
+        model.moving[:0].clone(),
+        torch.ones(1),
+    )
+    quantized = torch.fused_moving_avg_obs_fake_quant(
+        model.linear.weight, on, on, lowest, highest, scale, torch.zeros(1, dtype=torch.int), 0.1, -128, 127, 0, True
+    )
+    return square(F.linear(x, quantized))
+
+
 def counted(model, x):
     model.plain.add_(1)
     return square(model.linear(x))
@@ -1136,6 +1154,8 @@ REFUSED: dict[str, tuple[Callable[[], Step], str]] = {
     "buffers of one storage": (lambda: capture(overlapping(), x8), "memory another buffer, parameter or input has too"),
     "buffer that is the input": (input_is_the_buffer, "memory another buffer, parameter or input has too"),
     "buffer replaced": (lambda: capture(Lambda(grown), x8), "replaces moving in its forward"),
+    "buffer of another shape": (lambda: capture(Lambda(stretched), x8), r"moving the shape \(1, 8\).* place of \(8,\)"),
+    "observer without a size": (lambda: capture(Lambda(observed), x8), "finds the sizes of its buffers.*run the model once"),
     "statistics updated alone": (
         lambda: capture(Lambda(updates_statistics), x8),
         "batch_norm_update_stats.* changes running statistics without saying so.*use F.batch_norm",

@@ -21,6 +21,7 @@ def settle(name: str, graph: fx.Graph) -> None:
     _refuse_sparse(name, graph)
     _refuse_unsaid_writes(name, graph)
     _refuse_mixed_products(name, graph)
+    _refuse_unsized_observers(name, graph)
     fuse_bernoulli(graph)
     settle_draws(graph)
     fold_conjugates(graph)
@@ -70,3 +71,18 @@ def _refuse_mixed_products(name: str, graph: fx.Graph) -> None:
                     f"{name} multiplies matrices of {' and '.join(map(str, factors))} ({target}), which must have one dtype; "
                     f"convert the inputs to the dtype of the parameters"
                 )
+
+
+aten = torch.ops.aten
+_OBSERVER = aten._fused_moving_avg_obs_fq_helper_functional.default
+
+
+def _refuse_unsized_observers(name: str, graph: fx.Graph) -> None:
+    """The kernel gives what it has seen of each channel a size in the first call; its stand-in does not."""
+    for node in graph.find_nodes(op="call_function", target=_OBSERVER):
+        seen = node.args[3]
+        if isinstance(seen, fx.Node) and any(t.numel() == 0 for t in tensors_of(seen)):
+            raise CaptureError(
+                f"{name} has an observer of quantization that finds the sizes of its buffers in its first call; run the model "
+                f"once before"
+            )
