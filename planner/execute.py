@@ -142,6 +142,8 @@ class PlannedModule(nn.Module):
         super().__init__()
         self.training = step.model.training
         self.step = step
+        # ``torch.func.functional_call`` puts others in here for a call.
+        self._parameters, self._buffers = step.model._parameters, step.model._buffers
         checked_peak(step, schedule, budget_bytes)
         # The new buffers are written once the loss is there, so none may be given up before and made again.
         early = {result_value(step, i) for i, result in enumerate(step.results) if result.kind != "gradient"}

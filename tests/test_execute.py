@@ -882,6 +882,20 @@ def test_forward_mode_derivatives_are_refused(gradients: bool) -> None:
             transform(x)
 
 
+def test_other_tensors_may_take_the_place_of_the_models_own_for_a_call() -> None:
+    """As in training by way of an inner step (MAML), whose result is no parameter."""
+    model, x = nn.Linear(8, 1), torch.randn(4, 8)
+    model.register_buffer("moving", torch.ones(1))
+    module = plan_of(model, 1.0, inputs=x, loss=lambda y: y.sin().sum() * model.moving.squeeze()).module()
+    stepped = {name: parameter * 2 for name, parameter in model.named_parameters()} | {"moving": torch.full((1,), 3.0)}
+    torch.func.functional_call(module, stepped, x).backward(retain_graph=True)  # that of the inner step
+    found = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    (torch.func.functional_call(model, stepped, x).sin().sum() * 3).backward()
+    assert all(torch.equal(got, p.grad) for got, p in zip(found, model.parameters(), strict=True))
+    assert module.weight is model.weight and model.moving.item() == 1
+
+
 @torch.library.custom_op("belady_tests::slow", mutates_args=())
 def slow(x: Tensor) -> Tensor:
     time.sleep(0.02)  # other threads run meanwhile
