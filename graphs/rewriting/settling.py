@@ -73,8 +73,7 @@ def _refuse_mixed_products(name: str, graph: fx.Graph) -> None:
                 )
 
 
-aten = torch.ops.aten
-_OBSERVER = aten._fused_moving_avg_obs_fq_helper_functional.default
+_OBSERVER = torch.ops.aten._fused_moving_avg_obs_fq_helper_functional.default
 
 
 def _refuse_unsized_observers(name: str, graph: fx.Graph) -> None:
