@@ -15,6 +15,8 @@ from graphs.rewriting.rewrites import (
     settle_draws,
 )
 
+aten = torch.ops.aten
+
 
 def settle(name: str, graph: fx.Graph) -> None:
     """Refuse what a Graph has no words for, and have calls in the form in which they are run."""
@@ -31,9 +33,9 @@ def settle(name: str, graph: fx.Graph) -> None:
 
 # They write to running statistics, and no replacement in a trace makes these results.
 _STATISTICS = (
-    torch.ops.aten.batch_norm_update_stats.default,
-    torch.ops.aten.batch_norm_gather_stats.default,
-    torch.ops.aten.batch_norm_gather_stats_with_counts.default,
+    aten.batch_norm_update_stats.default,
+    aten.batch_norm_gather_stats.default,
+    aten.batch_norm_gather_stats_with_counts.default,
 )
 
 
@@ -55,10 +57,10 @@ def _refuse_sparse(name: str, graph: fx.Graph) -> None:
 
 # Their stand-ins take factors of different dtypes, their kernels do not.
 _PRODUCTS = (
-    torch.ops.aten.mm.default,
-    torch.ops.aten.addmm.default,
-    torch.ops.aten.mv.default,
-    torch.ops.aten.addmv.default,
+    aten.mm.default,
+    aten.addmm.default,
+    aten.mv.default,
+    aten.addmv.default,
 )
 
 
@@ -73,7 +75,7 @@ def _refuse_mixed_products(name: str, graph: fx.Graph) -> None:
                 )
 
 
-_OBSERVER = torch.ops.aten._fused_moving_avg_obs_fq_helper_functional.default
+_OBSERVER = aten._fused_moving_avg_obs_fq_helper_functional.default
 
 
 def _refuse_unsized_observers(name: str, graph: fx.Graph) -> None:
