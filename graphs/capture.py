@@ -28,6 +28,7 @@ from graphs.tracing.inputs import InputForm, Inputs, Loss, check_input, flatten,
 from graphs.tracing.refusals import written_late
 from graphs.tracing.trace import trace
 from graphs.watching.fingerprint import Fingerprint
+from graphs.watching.surroundings import Surroundings
 
 __all__ = ["InputForm", "Inputs", "Loss", "Result", "Source", "Step", "bind", "capture", "numbered"]
 
@@ -182,8 +183,10 @@ def capture(
     autocast = region_of(autocast, where)
 
     body = Body(model, loss, splitter(loss, given))
+    surroundings = Surroundings(model, loss)
     with ONE_TRACE_AT_A_TIME:
         joint, watch = trace(name, body, state, leaves, form.spec, where, autocast)
+    surroundings.leave_out_changed()
     graph = joint.module.graph
     sources, tensors = _sources(joint, state, leaves, form)
     for node, tensor in lift_constants(joint.module):
@@ -224,7 +227,7 @@ def capture(
         form,
         tuple(part.training for part in model.modules()),
         body,
-        Fingerprint(body, watch.reads, watch.changed),
+        Fingerprint(body, watch.reads, watch.changed, surroundings.check),
         autocast,
     )
 
@@ -278,7 +281,7 @@ def bind(step: Step, inputs: Inputs, tangent: Tensor | None = None, *, detached:
     Raises InputError naming what differs from the captured step: shape, dtype, device, layout, an argument that is no tensor, or
     one that a transform has wrapped (torch.func) or given a tangent, a parameter frozen since, tensors that shared their memory
     then, something in the memory of a buffer that changes, and what ``step.fingerprint`` notices: modules replaced or switched
-    between training and evaluation, hooks, attributes.
+    between training and evaluation, hooks, attributes, numbers that loss and forward take from elsewhere.
     """
     leaves = leaves_like(step.form, inputs)
     step.fingerprint.check()

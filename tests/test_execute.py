@@ -10,6 +10,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -880,6 +881,88 @@ def test_forward_mode_derivatives_are_refused(gradients: bool) -> None:
     for transform in (torch.func.grad(module), torch.func.vmap(module), lambda x: torch.func.jvp(module, (x,), (x,))):
         with pytest.raises(InputError, match=r"inputs belongs to a transform of torch\.func"):
             transform(x)
+
+
+FACTOR = 1.0
+CALLS = 0
+SETTINGS = {"factor": 1.0, "epoch": 0}
+ARGUMENTS = SimpleNamespace(factor=1.0, epoch=0)
+
+
+class Scaled(nn.Module):
+    shrinking = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        global CALLS
+        CALLS += 1
+        return self.scaled(self.linear(x))
+
+    def scaled(self, x: Tensor) -> Tensor:
+        return x * FACTOR * self.shrinking
+
+
+class Squares:
+    def __init__(self) -> None:
+        self.factor, self.epoch = 1.0, 0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.by_name(x)
+
+    def by_name(self, x: Tensor) -> Tensor:
+        return x.square().sum() * self.factor
+
+
+def annealed() -> tuple[Callable[[Tensor], Tensor], Callable[[], None]]:
+    factor = 1.0
+
+    def loss(x: Tensor) -> Tensor:
+        return x.square().sum() * factor
+
+    def anneal() -> None:
+        nonlocal factor
+        factor = 0.5
+
+    return loss, anneal
+
+
+@pytest.mark.parametrize("kind", ["global", "class", "dict", "arguments", "object", "method", "held", "partial", "closure"])
+def test_numbers_that_come_from_outside_of_modules_may_not_change(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    squares, (closure, anneal) = Squares(), annealed()
+    given = functools.partial(lambda x, factor: x.square().sum() * factor, factor=1.0)
+    losses: dict[str, Callable[[Tensor], Tensor]] = {
+        "dict": lambda x: x.square().sum() * SETTINGS["factor"],
+        "arguments": lambda x: x.square().sum() * ARGUMENTS.factor,
+        "object": squares,
+        "method": squares.by_name,
+        "held": lambda x: squares(x) + 1,
+        "partial": given,
+        "closure": closure,
+    }
+    edits: dict[str, Callable[[], None]] = {
+        "global": lambda: monkeypatch.setitem(globals(), "FACTOR", 0.5),
+        "class": lambda: monkeypatch.setattr(Scaled, "shrinking", 0.5),
+        "dict": lambda: monkeypatch.setitem(SETTINGS, "factor", 0.5),
+        "arguments": lambda: monkeypatch.setattr(ARGUMENTS, "factor", 0.5),
+        "object": lambda: setattr(squares, "factor", 0.5),
+        "method": lambda: setattr(squares, "factor", 0.5),
+        "held": lambda: setattr(squares, "factor", 0.5),
+        "partial": lambda: given.keywords.update(factor=0.5),
+        "closure": anneal,
+    }
+    model, x = Scaled(), torch.randn(4, 8)
+    module = plan_of(model, 1.0, inputs=x, loss=losses.get(kind, squares)).module()
+    for epoch in range(2):  # what no code of the step names may change, and so may what its forward itself changes
+        monkeypatch.setitem(SETTINGS, "epoch", epoch)
+        ARGUMENTS.epoch = squares.epoch = epoch
+        model(x)
+        module(x).backward()
+    edits[kind]()
+    with pytest.raises(InputError, match=r"(?i)(factor|shrinking) is 0\.5, but was 1\.0 when the step was captured"):
+        module(x)
 
 
 def test_other_tensors_may_take_the_place_of_the_models_own_for_a_call() -> None:

@@ -37,12 +37,21 @@ class Fingerprint:
     """The modules of a tree, their modes, hooks and the attributes their forward read, and the default dtype.
 
     An attribute that nobody read may change, and so may one that the forward itself changes. Of attributes that are lists, dicts
-    and sets the entries count too; what lies deeper, in objects and closures, is not looked at.
+    and sets the entries count too; what lies deeper, in objects, is not looked at.
+
+    surroundings  checks what functions of the step name outside of modules (``graphs.watching.surroundings``)
 
     ``check`` costs less than a microsecond a module.
     """
 
-    def __init__(self, body: nn.Module, reads: Mapping[str, Set[str]], changed: Set[tuple[str, str]]) -> None:
+    def __init__(
+        self,
+        body: nn.Module,
+        reads: Mapping[str, Set[str]],
+        changed: Set[tuple[str, str]],
+        surroundings: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._surroundings = surroundings
         self._parts: list[_Part] = []
         self._boxes: list[tuple[str, str, Any, Any]] = []  # containers with entries, and these
         self._empty: list[Any] = []  # containers without
@@ -100,6 +109,7 @@ class Fingerprint:
         for path, key, box, content in self._boxes:
             if not same_content(content_of(box), content):
                 raise InputError(_edited(path, key))
+        self._surroundings()
         for (name, holder, key), (first, other, other_key) in self._tied:
             if holder.get(key) is not other.get(other_key):
                 raise InputError(f"{name} and {first} were one tensor when the step was captured, and now are not; {_AGAIN}")

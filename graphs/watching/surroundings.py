@@ -1,0 +1,157 @@
+"""What functions of a step take from outside of modules: globals, closures, objects, so that a later edit is noticed. [torch]"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import inspect
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from graphs.errors import InputError
+from graphs.torch_private.patching import ABSENT
+from graphs.watching.fingerprint import described, same_plain
+
+_Read = Callable[[], Any]
+_LIBRARIES = sys.stdlib_module_names | {"numpy", "torch", "transformers"}  # what they name changes no step
+
+
+class Surroundings:
+    """Plain values (numbers, text, dtypes) that loss and forward name outside of modules: a factor that a schedule sets.
+
+    Found by the names in their code: globals, variables of the functions around them, class attributes, and entries of the
+    objects, modules and dicts among these; in methods of the same class and functions of the same file that they name, too. What
+    a module has in its own attributes is the fingerprint's; of an object that is one of those nothing is looked at.
+
+    What is there when this is made counts, so it is made before a trace; what the trace itself changes does not.
+    """
+
+    def __init__(self, model: nn.Module, loss: Callable[..., Any] | None) -> None:
+        self._places: list[tuple[str, _Read, Any]] = []
+        self._seen: set[object] = set()
+        self._labels: set[tuple[int, str]] = set()
+        self._parts = dict.fromkeys(part for root in (model, loss) if isinstance(root, nn.Module) for part in root.modules())
+        for part in self._parts:
+            self._look(type(part).forward, type(part))
+        if loss is not None and not isinstance(loss, nn.Module):
+            self._look(loss, None)
+
+    def leave_out_changed(self) -> None:
+        """After the trace: forget what it has changed, as each call of the forward may."""
+        self._places = [place for place in self._places if same_plain(place[1](), place[2])]
+
+    def check(self) -> None:
+        """Raises InputError naming what differs."""
+        for name, read, then in self._places:
+            now = read()
+            if now is not then and not same_plain(now, then):
+                raise InputError(
+                    f"{name} is {described(now)}, but was {described(then)} when the step was captured, which is a part of it; "
+                    f"capture it again, or make it a buffer or an input"
+                )
+
+    def _look(self, function: object, owner: type | None, of: object = None) -> None:
+        """A function, and what it names. ``owner``: the class that it is a method of; ``of``: its object, where that is no part
+        of model and loss."""
+        if isinstance(function, functools.partial):
+            self._note_entries(function.keywords, function.keywords.keys(), "the argument ")
+            self._look(function.func, None)
+            return
+        if isinstance(function, types.MethodType):
+            self._look_at_method(function.__func__, function.__self__)
+            return
+        if not isinstance(function, types.FunctionType):
+            call = inspect.getattr_static(type(function), "__call__", None)
+            if isinstance(call, types.FunctionType):  # an object that can be called
+                self._look_at_method(call, function)
+            return
+        if (function.__code__, owner, id(of)) in self._seen or (function.__module__ or "").partition(".")[0] in _LIBRARIES:
+            return
+        self._seen.add((function.__code__, owner, id(of)))
+        code, around = _Names(function.__code__), function.__globals__
+        for name in code.globals & around.keys():
+            self._note(id(around), name, functools.partial(around.get, name, ABSENT), code, around)
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            self._note(id(cell), name, functools.partial(_content, cell), code, None)
+        self._note_entries(_attributes(of), code.attributes, f"{type(of).__name__}.")
+        for kind in owner.__mro__ if owner is not None else ():
+            if kind.__module__.partition(".")[0] in _LIBRARIES:
+                break
+            for name in code.attributes & vars(kind).keys():
+                found = vars(kind)[name]
+                if isinstance(found, types.FunctionType):
+                    self._look(found, owner, of)
+                elif same_plain(found, found):
+                    self._note_entries(vars(kind), [name], f"{kind.__name__}.")
+
+    def _look_at_method(self, function: object, of: object) -> None:
+        if isinstance(function, types.FunctionType) and not (isinstance(of, nn.Module) and of in self._parts):
+            self._look(function, type(of), of)
+
+    def _note(self, holder: int, name: str, read: _Read, code: _Names, around: dict[str, Any] | None) -> None:
+        """What a function names: a plain value, or one that has such, or another function. ``around``: globals, where it is one
+        of these."""
+        value = read()
+        if same_plain(value, value):
+            self._add(holder, name, read, value)
+        elif isinstance(value, types.FunctionType):
+            if around is None or value.__globals__ is around:
+                self._look(value, None)
+        elif isinstance(value, functools.partial | types.MethodType):
+            self._look(value, None)
+        elif type(value) is dict:
+            self._note_entries(value, code.texts, f"{name}: ")
+        elif isinstance(value, types.ModuleType):
+            if value.__name__.partition(".")[0] not in _LIBRARIES:
+                self._note_entries(vars(value), code.attributes, f"{name}.")
+        elif not isinstance(value, type | Tensor) and not (isinstance(value, nn.Module) and value in self._parts):
+            self._note_entries(_attributes(value), code.attributes, f"{name}.")
+            for method in ("__call__", "forward", *sorted(code.attributes)):
+                self._look_at_method(inspect.getattr_static(type(value), method, None), value)
+
+    def _note_entries(self, holder: Any, keys: Any, before: str) -> None:
+        """Those of the named entries of a dict that are plain."""
+        for key in keys:
+            value = holder.get(key, ABSENT)
+            if same_plain(value, value):
+                self._add(id(holder), f"{before}{key}", functools.partial(holder.get, key, ABSENT), value)
+
+    def _add(self, holder: int, name: str, read: _Read, value: Any) -> None:
+        if (holder, name) not in self._labels:
+            self._labels.add((holder, name))
+            self._places.append((name, read, value))
+
+
+def _attributes(value: object) -> dict[str, Any]:
+    found = getattr(value, "__dict__", None)
+    return found if type(found) is dict else {}
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # nothing yet
+        return ABSENT
+
+
+class _Names:
+    """Globals and attributes that a function and those in it read, and the texts in them, which may be keys."""
+
+    def __init__(self, code: types.CodeType) -> None:
+        self.globals: set[str] = set()
+        self.attributes: set[str] = set()
+        self.texts: set[str] = set()
+        codes = [code]
+        while codes:
+            code = codes.pop()
+            codes += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+            self.texts |= {constant for constant in code.co_consts if isinstance(constant, str)}
+            for instruction in dis.get_instructions(code):
+                if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+                    self.globals.add(instruction.argval)
+                elif instruction.opname in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"):
+                    self.attributes.add(instruction.argval)
