@@ -186,7 +186,6 @@ def capture(
     surroundings = Surroundings(model, loss)
     with ONE_TRACE_AT_A_TIME:
         joint, watch = trace(name, body, state, leaves, form.spec, where, autocast)
-    surroundings.leave_out_changed()
     graph = joint.module.graph
     sources, tensors = _sources(joint, state, leaves, form)
     for node, tensor in lift_constants(joint.module):
@@ -197,6 +196,9 @@ def capture(
             )
         sources.append(Source("constant", node.name))
         tensors.append(tensor)
+    surroundings.settle(
+        tensor for source, tensor in zip(sources, tensors, strict=True) if source.kind == "constant" and tensor is not None
+    )
     results = _results(name, joint, state, leaves, form)
     _refuse_late_writes(name, graph, sources, results)
     _refuse_shared_constants(name, sources, tensors, results)

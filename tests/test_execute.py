@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import pickle
@@ -963,6 +964,50 @@ def test_numbers_that_come_from_outside_of_modules_may_not_change(kind: str, mon
     edits[kind]()
     with pytest.raises(InputError, match=r"(?i)(factor|shrinking) is 0\.5, but was 1\.0 when the step was captured"):
         module(x)
+
+
+def teaching(change: Callable[[dict[str, Any]], object]) -> tuple[Callable[[Tensor], Tensor], Callable[[], object]]:
+    """A loss with several things around it, and a change of one of them."""
+    teacher = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)).eval().requires_grad_(False)
+    criterion, queue, weights = nn.CrossEntropyLoss(), torch.randn(6, 8), [1.0, 2.0]
+    unread = torch.ones(3)
+
+    def loss(x: Tensor) -> Tensor:
+        distance = (x - teacher(x)).square().sum() + (x @ queue.t()).logsumexp(1).sum()
+        assert unread is not None
+        return weights[0] * distance + weights[1] * criterion(x, torch.arange(4))
+
+    def edit() -> None:
+        nonlocal queue, unread
+        unread = torch.ones(4)
+        around = {"queue": queue, "teacher": teacher, "criterion": criterion, "weights": weights}
+        change(around)
+        queue = around["queue"]
+
+    return loss, edit
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda around: around.update(queue=around["queue"] * 2), "queue is another tensor than"),
+        (lambda around: around["teacher"].train(), r"teacher\.(0\.|1\.)?training is True, but was False"),
+        (lambda around: around["teacher"][0].load_state_dict(nn.Linear(8, 8).state_dict()), None),
+        (lambda around: setattr(around["criterion"], "label_smoothing", 0.2), r"label_smoothing is 0\.2, but was 0\.0"),
+        (lambda around: around["weights"].reverse(), "weights is another list than"),
+        (lambda around: None, None),
+    ],
+)
+def test_what_is_around_a_loss_may_change_where_the_step_sees_it(
+    change: Callable[[dict[str, Any]], object], words: str | None
+) -> None:
+    loss, edit = teaching(change)
+    model, x = nn.Linear(8, 8), torch.randn(4, 8)
+    module = plan_of(model, 1.0, inputs=x, loss=loss).module()
+    module(x).backward()
+    edit()
+    with pytest.raises(InputError, match=words) if words else contextlib.nullcontext():
+        assert torch.equal(module(x), loss(model(x)))
 
 
 def test_other_tensors_may_take_the_place_of_the_models_own_for_a_call() -> None:

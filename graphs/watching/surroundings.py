@@ -7,13 +7,15 @@ import functools
 import inspect
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from graphs.errors import InputError
 from graphs.torch_private.patching import ABSENT
+from graphs.torch_private.tensors import storage_key
 from graphs.watching.fingerprint import described, same_plain
 
 _Read = Callable[[], Any]
@@ -21,11 +23,13 @@ _LIBRARIES = sys.stdlib_module_names | {"numpy", "torch", "transformers"}  # wha
 
 
 class Surroundings:
-    """Plain values (numbers, text, dtypes) that loss and forward name outside of modules: a factor that a schedule sets.
+    """Plain values (numbers, text, dtypes) and tensors that loss and forward name outside of modules: a factor that a schedule
+    sets, a queue of past outputs.
 
     Found by the names in their code: globals, variables of the functions around them, class attributes, and entries of the
-    objects, modules and dicts among these; in methods of the same class and functions of the same file that they name, too. What
-    a module has in its own attributes is the fingerprint's; of an object that is one of those nothing is looked at.
+    objects, modules and dicts among these; in methods of the same class and functions of the same file that they name, too. Of a
+    module that is no part of model and loss (a teacher) all attributes count. What a part has in its own attributes is the
+    fingerprint's; of an object that is one of those nothing is looked at.
 
     What is there when this is made counts, so it is made before a trace; what the trace itself changes does not.
     """
@@ -40,18 +44,26 @@ class Surroundings:
         if loss is not None and not isinstance(loss, nn.Module):
             self._look(loss, None)
 
-    def leave_out_changed(self) -> None:
-        """After the trace: forget what it has changed, as each call of the forward may."""
-        self._places = [place for place in self._places if same_plain(place[1](), place[2])]
+    def settle(self, constants: Iterable[Tensor]) -> None:
+        """After the trace: forget what it has changed, as each call of the forward may, and tensors the step does not read."""
+        used = {storage_key(tensor) for tensor in constants}
+        self._places = [
+            (name, read, then)
+            for name, read, then in self._places
+            if (_is_in(used, then) and read() is then if isinstance(then, Tensor) else same_plain(read(), then))
+        ]
 
     def check(self) -> None:
         """Raises InputError naming what differs."""
         for name, read, then in self._places:
             now = read()
             if now is not then and not same_plain(now, then):
+                values = f"{described(now)}, but was {described(then)}"
+                if isinstance(then, Tensor | tuple):
+                    values = f"another {'tensor' if isinstance(then, Tensor) else 'list'} than"
                 raise InputError(
-                    f"{name} is {described(now)}, but was {described(then)} when the step was captured, which is a part of it; "
-                    f"capture it again, or make it a buffer or an input"
+                    f"{name} is {values} when the step was captured, which is a part of it; capture it again, or make it a "
+                    f"buffer or an input"
                 )
 
     def _look(self, function: object, owner: type | None, of: object = None) -> None:
@@ -85,7 +97,7 @@ class Surroundings:
                 found = vars(kind)[name]
                 if isinstance(found, types.FunctionType):
                     self._look(found, owner, of)
-                elif same_plain(found, found):
+                elif _counts(found):
                     self._note_entries(vars(kind), [name], f"{kind.__name__}.")
 
     def _look_at_method(self, function: object, of: object) -> None:
@@ -96,34 +108,50 @@ class Surroundings:
         """What a function names: a plain value, or one that has such, or another function. ``around``: globals, where it is one
         of these."""
         value = read()
-        if same_plain(value, value):
+        if _counts(value):
             self._add(holder, name, read, value)
         elif isinstance(value, types.FunctionType):
             if around is None or value.__globals__ is around:
                 self._look(value, None)
         elif isinstance(value, functools.partial | types.MethodType):
             self._look(value, None)
+        elif type(value) is list:
+            if same_plain(tuple(value), tuple(value)):
+                self._add(id(value), name, functools.partial(tuple, value), tuple(value))
+        elif isinstance(value, nn.Module):
+            for path, part in value.named_modules() if value not in self._parts else ():
+                for entries in (vars(part), part._parameters, part._buffers):
+                    self._note_entries(entries, entries.keys(), f"{name}.{path}." if path else f"{name}.")
+                self._look(type(part).forward, type(part))
         elif type(value) is dict:
             self._note_entries(value, code.texts, f"{name}: ")
         elif isinstance(value, types.ModuleType):
             if value.__name__.partition(".")[0] not in _LIBRARIES:
                 self._note_entries(vars(value), code.attributes, f"{name}.")
-        elif not isinstance(value, type | Tensor) and not (isinstance(value, nn.Module) and value in self._parts):
+        elif not isinstance(value, type):
             self._note_entries(_attributes(value), code.attributes, f"{name}.")
-            for method in ("__call__", "forward", *sorted(code.attributes)):
+            for method in ("__call__", *sorted(code.attributes)):
                 self._look_at_method(inspect.getattr_static(type(value), method, None), value)
 
     def _note_entries(self, holder: Any, keys: Any, before: str) -> None:
-        """Those of the named entries of a dict that are plain."""
+        """Those of the named entries of a dict that count."""
         for key in keys:
             value = holder.get(key, ABSENT)
-            if same_plain(value, value):
+            if _counts(value):
                 self._add(id(holder), f"{before}{key}", functools.partial(holder.get, key, ABSENT), value)
 
     def _add(self, holder: int, name: str, read: _Read, value: Any) -> None:
         if (holder, name) not in self._labels:
             self._labels.add((holder, name))
             self._places.append((name, read, value))
+
+
+def _is_in(used: set[int], tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_nested and storage_key(tensor) in used
+
+
+def _counts(value: object) -> bool:
+    return isinstance(value, Tensor) or same_plain(value, value)
 
 
 def _attributes(value: object) -> dict[str, Any]:
