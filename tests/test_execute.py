@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import enum
 import functools
 import pickle
 import random
@@ -966,23 +967,29 @@ def test_numbers_that_come_from_outside_of_modules_may_not_change(kind: str, mon
         module(x)
 
 
+class Reduction(enum.Enum):
+    SUM = 1
+    MEAN = 2
+
+
 def teaching(change: Callable[[dict[str, Any]], object]) -> tuple[Callable[[Tensor], Tensor], Callable[[], object]]:
     """A loss with several things around it, and a change of one of them."""
     teacher = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)).eval().requires_grad_(False)
     criterion, queue, weights = nn.CrossEntropyLoss(), torch.randn(6, 8), [1.0, 2.0]
-    unread = torch.ones(3)
+    unread, activation, reduction = torch.ones(3), torch.tanh, Reduction.SUM
 
     def loss(x: Tensor) -> Tensor:
-        distance = (x - teacher(x)).square().sum() + (x @ queue.t()).logsumexp(1).sum()
-        assert unread is not None
+        distance = (x - teacher(x)).square().sum() + (activation(x) @ queue.t()).logsumexp(1).sum()
+        assert unread is not None and reduction is Reduction.SUM
         return weights[0] * distance + weights[1] * criterion(x, torch.arange(4))
 
     def edit() -> None:
-        nonlocal queue, unread
+        nonlocal queue, unread, teacher, activation, reduction
         unread = torch.ones(4)
         around = {"queue": queue, "teacher": teacher, "criterion": criterion, "weights": weights}
+        around |= {"activation": activation, "reduction": reduction}
         change(around)
-        queue = around["queue"]
+        queue, teacher, activation, reduction = (around[name] for name in ("queue", "teacher", "activation", "reduction"))
 
     return loss, edit
 
@@ -995,6 +1002,9 @@ def teaching(change: Callable[[dict[str, Any]], object]) -> tuple[Callable[[Tens
         (lambda around: around["teacher"][0].load_state_dict(nn.Linear(8, 8).state_dict()), None),
         (lambda around: setattr(around["criterion"], "label_smoothing", 0.2), r"label_smoothing is 0\.2, but was 0\.0"),
         (lambda around: around["weights"].reverse(), "weights is another list than"),
+        (lambda around: around.update(activation=torch.relu), "activation is no longer tanh, as when"),
+        (lambda around: around.update(reduction=Reduction.MEAN), r"reduction is no longer Reduction\.SUM, as when"),
+        (lambda around: around.update(teacher=copy.deepcopy(around["teacher"])), "teacher is no longer Sequential, as when"),
         (lambda around: None, None),
     ],
 )
@@ -1008,6 +1018,18 @@ def test_what_is_around_a_loss_may_change_where_the_step_sees_it(
     edit()
     with pytest.raises(InputError, match=words) if words else contextlib.nullcontext():
         assert torch.equal(module(x), loss(model(x)))
+
+
+def test_the_planned_module_may_take_the_name_of_the_model() -> None:
+    model: nn.Module = nn.Linear(8, 8)
+
+    def loss(y: Tensor) -> Tensor:
+        return y.square().sum() + sum(p.square().sum() for p in model.parameters())
+
+    x = torch.randn(4, 8)
+    before = loss(model(x))
+    model = plan_of(model, 1.0, inputs=x, loss=loss).module()
+    assert torch.equal(model(x), before)
 
 
 def test_other_tensors_may_take_the_place_of_the_models_own_for_a_call() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dis
+import enum
 import functools
 import inspect
 import sys
@@ -20,11 +21,12 @@ from graphs.watching.fingerprint import described, same_plain
 
 _Read = Callable[[], Any]
 _LIBRARIES = sys.stdlib_module_names | {"numpy", "torch", "transformers"}  # what they name changes no step
+_LASTING = types.FunctionType, types.BuiltinFunctionType, type, enum.Enum, nn.Module  # nobody makes these anew for each call
 
 
 class Surroundings:
-    """Plain values (numbers, text, dtypes) and tensors that loss and forward name outside of modules: a factor that a schedule
-    sets, a queue of past outputs.
+    """Plain values (numbers, text, dtypes), tensors, functions and modules that loss and forward name outside of the model: a
+    factor that a schedule sets, a queue of past outputs.
 
     Found by the names in their code: globals, variables of the functions around them, class attributes, and entries of the
     objects, modules and dicts among these; in methods of the same class and functions of the same file that they name, too. Of a
@@ -50,7 +52,7 @@ class Surroundings:
         self._places = [
             (name, read, then)
             for name, read, then in self._places
-            if (_is_in(used, then) and read() is then if isinstance(then, Tensor) else same_plain(read(), then))
+            if (_is_in(used, then) and read() is then if isinstance(then, Tensor) else read() is then or same_plain(read(), then))
         ]
 
     def check(self) -> None:
@@ -58,12 +60,9 @@ class Surroundings:
         for name, read, then in self._places:
             now = read()
             if now is not then and not same_plain(now, then):
-                values = f"{described(now)}, but was {described(then)}"
-                if isinstance(then, Tensor | tuple):
-                    values = f"another {'tensor' if isinstance(then, Tensor) else 'list'} than"
                 raise InputError(
-                    f"{name} is {values} when the step was captured, which is a part of it; capture it again, or make it a "
-                    f"buffer or an input"
+                    f"{name} is {_compared(now, then)} when the step was captured, which is a part of it; capture it again, or "
+                    f"make it a buffer or an input"
                 )
 
     def _look(self, function: object, owner: type | None, of: object = None) -> None:
@@ -108,6 +107,8 @@ class Surroundings:
         """What a function names: a plain value, or one that has such, or another function. ``around``: globals, where it is one
         of these."""
         value = read()
+        if isinstance(value, _LASTING) and value not in self._parts:  # ``model = plan(model, ...).module()`` is no change
+            self._add(holder, name, read, value)
         if _counts(value):
             self._add(holder, name, read, value)
         elif isinstance(value, types.FunctionType):
@@ -152,6 +153,15 @@ def _is_in(used: set[int], tensor: Tensor) -> bool:
 
 def _counts(value: object) -> bool:
     return isinstance(value, Tensor) or same_plain(value, value)
+
+
+def _compared(now: object, then: object) -> str:
+    """Two values in a message, up to "when"."""
+    if isinstance(then, Tensor | tuple):
+        return f"another {'tensor' if isinstance(then, Tensor) else 'list'} than"
+    if same_plain(then, then):
+        return f"{described(now)}, but was {described(then)}"
+    return f"no longer {then if isinstance(then, enum.Enum) else getattr(then, '__name__', type(then).__name__)}, as"
 
 
 def _attributes(value: object) -> dict[str, Any]:
