@@ -116,23 +116,25 @@ def before_fused(refuse: Callable[[str, str], None]) -> Iterator[None]:
 
         return call
 
+    compiled = "code compiled by Inductor", "have the forward in the block too, where it is not compiled"
+    scripted = "TorchScript that PyTorch may fuse", "start the program with PYTORCH_JIT=0 to have it run as Python"
     with contextlib.ExitStack() as stack:
         inductor = getattr(sys.modules.get("torch._inductor.output_code"), "CompiledFxGraph", None)
         if inductor is not None:  # else nothing has been compiled yet
-            words = "code compiled by Inductor", "have the forward in the block too, where it is not compiled"
-            stack.enter_context(patched(inductor, "__call__", refusing(inductor.__call__, *words)))
+            stack.enter_context(patched(inductor, "__call__", refusing(inductor.__call__, *compiled)))
         for kind in (torch._C.ScriptFunction, torch._C.ScriptMethod):
-            words = "TorchScript that PyTorch may fuse", "start the program with PYTORCH_JIT=0 to have it run as Python"
-            stack.enter_context(patched(kind, "__call__", refusing(kind.__call__, *words, where=_may_be_fused)))
+            stack.enter_context(patched(kind, "__call__", refusing(kind.__call__, *scripted, where=_may_be_fused)))
         yield
 
 
 def _may_be_fused(*given: Any) -> bool:
     """Whether a fuser of TorchScript is on for what a function is given."""
-    if torch._C._jit_llga_enabled() or (torch._C._jit_texpr_fuser_enabled() and torch._C._jit_can_fuse_on_cpu()):
+    if torch._C._jit_llga_enabled():
         return True
-    fused = torch._C._jit_texpr_fuser_enabled() and torch._C._jit_can_fuse_on_gpu()
-    return fused and any(isinstance(leaf, Tensor) and leaf.is_cuda for leaf in tree_leaves(given))
+    if not torch._C._jit_texpr_fuser_enabled():
+        return False
+    on_gpu = torch._C._jit_can_fuse_on_gpu() and any(isinstance(leaf, Tensor) and leaf.is_cuda for leaf in tree_leaves(given))
+    return on_gpu or torch._C._jit_can_fuse_on_cpu()
 
 
 def is_active(mode: TorchDispatchMode) -> bool:
