@@ -897,6 +897,7 @@ class Scaled(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(8, 8)
+        self.settings = SimpleNamespace(factor=1.0, epoch=0)
 
     def forward(self, x: Tensor) -> Tensor:
         global CALLS
@@ -904,7 +905,7 @@ class Scaled(nn.Module):
         return self.scaled(self.linear(x))
 
     def scaled(self, x: Tensor) -> Tensor:
-        return x * FACTOR * self.shrinking
+        return x * FACTOR * self.shrinking * self.settings.factor
 
 
 class Squares:
@@ -931,7 +932,9 @@ def annealed() -> tuple[Callable[[Tensor], Tensor], Callable[[], None]]:
     return loss, anneal
 
 
-@pytest.mark.parametrize("kind", ["global", "class", "dict", "arguments", "object", "method", "held", "partial", "closure"])
+@pytest.mark.parametrize(
+    "kind", ["global", "class", "configuration", "dict", "arguments", "object", "method", "held", "partial", "closure"]
+)
 def test_numbers_that_come_from_outside_of_modules_may_not_change(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     squares, (closure, anneal) = Squares(), annealed()
     given = functools.partial(lambda x, factor: x.square().sum() * factor, factor=1.0)
@@ -947,6 +950,7 @@ def test_numbers_that_come_from_outside_of_modules_may_not_change(kind: str, mon
     edits: dict[str, Callable[[], None]] = {
         "global": lambda: monkeypatch.setitem(globals(), "FACTOR", 0.5),
         "class": lambda: monkeypatch.setattr(Scaled, "shrinking", 0.5),
+        "configuration": lambda: setattr(model.settings, "factor", 0.5),
         "dict": lambda: monkeypatch.setitem(SETTINGS, "factor", 0.5),
         "arguments": lambda: monkeypatch.setattr(ARGUMENTS, "factor", 0.5),
         "object": lambda: setattr(squares, "factor", 0.5),
@@ -959,7 +963,7 @@ def test_numbers_that_come_from_outside_of_modules_may_not_change(kind: str, mon
     module = plan_of(model, 1.0, inputs=x, loss=losses.get(kind, squares)).module()
     for epoch in range(2):  # what no code of the step names may change, and so may what its forward itself changes
         monkeypatch.setitem(SETTINGS, "epoch", epoch)
-        ARGUMENTS.epoch = squares.epoch = epoch
+        ARGUMENTS.epoch = squares.epoch = model.settings.epoch = epoch
         model(x)
         module(x).backward()
     edits[kind]()

@@ -37,7 +37,7 @@ class Fingerprint:
     """The modules of a tree, their modes, hooks and the attributes their forward read, and the default dtype.
 
     An attribute that nobody read may change, and so may one that the forward itself changes. Of attributes that are lists, dicts
-    and sets the entries count too; what lies deeper, in objects, is not looked at.
+    and sets the entries count too; what lies deeper, in objects, is for ``surroundings``.
 
     surroundings  checks what functions of the step name outside of modules (``graphs.watching.surroundings``)
 

@@ -29,20 +29,21 @@ class Surroundings:
     factor that a schedule sets, a queue of past outputs.
 
     Found by the names in their code: globals, variables of the functions around them, class attributes, and entries of the
-    objects, modules and dicts among these; in methods of the same class and functions of the same file that they name, too. Of a
-    module that is no part of model and loss (a teacher) all attributes count. What a part has in its own attributes is the
-    fingerprint's; of an object that is one of those nothing is looked at.
+    objects, modules and dicts among these, and of objects that a part has as attributes (a configuration); in methods of the
+    same class and functions of the same file that they name, too. Of a module that is no part of model and loss (a teacher) all
+    attributes count. What a part has in its own attributes is the fingerprint's.
 
     What is there when this is made counts, so it is made before a trace; what the trace itself changes does not.
     """
 
     def __init__(self, model: nn.Module, loss: Callable[..., Any] | None) -> None:
         self._places: list[tuple[str, _Read, Any]] = []
+        self._names_in = functools.cache(_Names)
         self._seen: set[object] = set()
         self._labels: set[tuple[int, str]] = set()
         self._parts = dict.fromkeys(part for root in (model, loss) if isinstance(root, nn.Module) for part in root.modules())
         for part in self._parts:
-            self._look(type(part).forward, type(part))
+            self._look(type(part).forward, type(part), part)
         if loss is not None and not isinstance(loss, nn.Module):
             self._look(loss, None)
 
@@ -66,8 +67,7 @@ class Surroundings:
                 )
 
     def _look(self, function: object, owner: type | None, of: object = None) -> None:
-        """A function, and what it names. ``owner``: the class that it is a method of; ``of``: its object, where that is no part
-        of model and loss."""
+        """A function, and what it names. ``owner``: the class that it is a method of; ``of``: its object."""
         if isinstance(function, functools.partial):
             self._note_entries(function.keywords, function.keywords.keys(), "the argument ")
             self._look(function.func, None)
@@ -83,16 +83,20 @@ class Surroundings:
         if (function.__code__, owner, id(of)) in self._seen or (function.__module__ or "").partition(".")[0] in _LIBRARIES:
             return
         self._seen.add((function.__code__, owner, id(of)))
-        code, around = _Names(function.__code__), function.__globals__
-        for name in code.globals & around.keys():
+        code, around = self._names_in(function.__code__), function.__globals__
+        for name in sorted(code.globals & around.keys()):
             self._note(id(around), name, functools.partial(around.get, name, ABSENT), code, around)
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             self._note(id(cell), name, functools.partial(_content, cell), code, None)
-        self._note_entries(_attributes(of), code.attributes, f"{type(of).__name__}.")
+        if isinstance(of, nn.Module) and of in self._parts:
+            for name in sorted(code.attributes & vars(of).keys()):
+                self._enter(f"{type(of).__name__}.{name}", vars(of)[name], code, around)
+        else:
+            self._note_entries(_attributes(of), code.attributes, f"{type(of).__name__}.")
         for kind in owner.__mro__ if owner is not None else ():
             if kind.__module__.partition(".")[0] in _LIBRARIES:
                 break
-            for name in code.attributes & vars(kind).keys():
+            for name in sorted(code.attributes & vars(kind).keys()):
                 found = vars(kind)[name]
                 if isinstance(found, types.FunctionType):
                     self._look(found, owner, of)
@@ -104,14 +108,21 @@ class Surroundings:
             self._look(function, type(of), of)
 
     def _note(self, holder: int, name: str, read: _Read, code: _Names, around: dict[str, Any] | None) -> None:
-        """What a function names: a plain value, or one that has such, or another function. ``around``: globals, where it is one
-        of these."""
+        """What a function names: a plain value, or one that has such, or another function. ``around``: its globals, where it is
+        one of these."""
         value = read()
         if isinstance(value, _LASTING) and value not in self._parts:  # ``model = plan(model, ...).module()`` is no change
             self._add(holder, name, read, value)
         if _counts(value):
             self._add(holder, name, read, value)
-        elif isinstance(value, types.FunctionType):
+        else:
+            self._enter(name, value, code, around)
+
+    def _enter(self, name: str, value: object, code: _Names, around: dict[str, Any] | None) -> None:
+        """What is in something that is named ``name``."""
+        if _counts(value):
+            return
+        if isinstance(value, types.FunctionType):
             if around is None or value.__globals__ is around:
                 self._look(value, None)
         elif isinstance(value, functools.partial | types.MethodType):
