@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -376,6 +377,40 @@ def test_after_a_capture_that_fails_everything_is_as_before(monkeypatch: pytest.
     assert fake.pools[recorder._pool] == 1  # that of the graph, which gives it up when it is gone
     made, _ = recorder.capture(lambda given: [given[0] + 1], [torch.zeros(2)], [])
     assert made[0].tolist() == [1, 1]
+
+
+def test_no_garbage_is_collected_during_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph in it would be destroyed, which CUDA allows in no capture."""
+    FakeCuda(monkeypatch)
+    recorder = CudaRecorder(torch.device("cuda", 0))
+    recorder.warm_up(lambda: None)
+    destroyed: list[str] = []
+
+    class Cycle:
+        def __init__(self) -> None:
+            self.me = self
+
+        def __del__(self) -> None:
+            destroyed.append("graph")
+
+    def makes_many_objects(given: list[Tensor]) -> list[Tensor]:
+        Cycle()
+        objects: list[list[None]] = [[] for _ in range(100_000)]  # the collector would have come long before these are all there
+        assert len(objects) == 100_000 and not destroyed
+        return given
+
+    assert gc.isenabled()
+    recorder.capture(makes_many_objects, [], [])
+    assert gc.isenabled()
+
+    def fails(_: list[Tensor]) -> list[Tensor]:
+        raise torch.OutOfMemoryError("out of memory")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        recorder.capture(fails, [], [])
+    assert gc.isenabled()
+    gc.collect()
+    assert destroyed
 
 
 def test_what_a_failed_warm_up_takes_back_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ from planner.execute import Kept, PlannedModule, as_captured, unit_tangent
 from planner.execution.draws import repeats_by
 from planner.execution.graph_draws import GraphRepeats
 from planner.execution.undo import Undo
+from planner.process.pauses import no_collections
 from planner.schedule import Schedule
 
 Run = Callable[[list[Tensor]], list[Tensor]]  # empties the list it is given
@@ -78,7 +79,12 @@ class CudaRecorder:
             outside = torch.cuda.current_stream()
             graph = self._graph_of(generators)
             try:
-                with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                # The graph of a module dropped in a reference cycle may wait for the garbage collector, and where one is
+                # destroyed during a capture, that fails. From torch 2.9 on PyTorch does not collect garbage before a capture.
+                with (
+                    no_collections(),
+                    torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
+                ):
                     made = run(given)
             except BaseException:
                 self._recover(outside, generators)
@@ -100,6 +106,7 @@ class CudaRecorder:
         end_failed_capture(self._device, self._pool)
         with (
             contextlib.suppress(RuntimeError),  # the device is lost
+            no_collections(),
             torch.cuda.graph(self._graph_of(generators), stream=self._stream, capture_error_mode="thread_local"),
         ):
             torch.empty(1, device=self._device).zero_()
