@@ -73,11 +73,15 @@ class Incumbent:
         self.searched_ns = max(bound_ns, self.searched_ns)
         self.report("bound")
 
-    def report(self, phase: str) -> None:
-        """Tell ``progress``. One that raises is told no more, so that what is found meanwhile can still be taken."""
+    def report(self, phase: str, time_ns: int | None = None) -> None:
+        """Tell ``progress``. One that raises is told no more, so that what is found meanwhile can still be taken.
+
+        time_ns  of a schedule that will be offered, where it may be less than that of the cheapest so far
+        """
         if self.progress is not None:
+            least_ns = min((ns for ns in (self.time_ns, time_ns) if ns is not None), default=None)
             try:
-                self.progress(time_ns=self.time_ns, bound_ns=self.searched_ns, phase=phase)
+                self.progress(time_ns=least_ns, bound_ns=self.searched_ns, phase=phase)
             except BaseException:
                 self.progress = None
                 raise

@@ -212,8 +212,8 @@ def _solve_coarser(search: StageSearch, fewer: float) -> None:
     search.coarsened = True
     graph, time_limit_s = search.coarser.graph, COARSE_SHARE * search.left_s
 
-    def tell(**_: object) -> None:  # its bound does not hold for the finer graph
-        search.report("coarser graph")
+    def tell(time_ns: int | None, **_: object) -> None:  # its bound does not hold for the finer graph
+        search.report("coarser graph", time_ns)
 
     inner = StageSearch(graph, search.budget_bytes, search.gap, time_limit_s, tell, seed=search.seed, nested=True)
     inner.raise_bound(search.searched_ns, restricted=False)  # its schedules are schedules of the finer graph
