@@ -1036,6 +1036,33 @@ def test_the_planned_module_may_take_the_name_of_the_model() -> None:
     assert torch.equal(model(x), before)
 
 
+def test_functions_may_be_defined_again_as_they_were() -> None:
+    """As by a cell of a notebook that is run once more."""
+    cell = """
+def around(scale):
+    def outer(x, power=2):
+        return inner(x.pow(power)) if power else outer(x)
+    def inner(x, *, shift=1.0):
+        return scale * x + shift if x.requires_grad else outer(x)
+    return outer
+helper = around(2.0)
+"""
+    names: dict[str, Any] = {}
+    exec(cell, names)
+    loss = eval("lambda x: helper(x).sum()", names)
+    x = torch.randn(4, 8)
+    module = plan_of(nn.Linear(8, 8), 1.0, inputs=x, loss=loss).module()
+    module(x)
+    exec(cell, names)
+    module(x)
+    for before, after in (("(2.0)", "(3.0)"), ("power=2", "power=3"), ("shift=1.0", "shift=2.0"), ("x + shift", "x - shift")):
+        exec(cell.replace(before, after), names)
+        with pytest.raises(InputError, match="helper is no longer outer, as when the step was captured"):
+            module(x)
+    exec(cell, names)
+    module(x)
+
+
 def test_other_tensors_may_take_the_place_of_the_models_own_for_a_call() -> None:
     """As in training by way of an inner step (MAML), whose result is no parameter."""
     model, x = nn.Linear(8, 1), torch.randn(4, 8)

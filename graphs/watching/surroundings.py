@@ -53,14 +53,14 @@ class Surroundings:
         self._places = [
             (name, read, then)
             for name, read, then in self._places
-            if (_is_in(used, then) and read() is then if isinstance(then, Tensor) else read() is then or same_plain(read(), then))
+            if (_is_in(used, then) and read() is then if isinstance(then, Tensor) else _is_alike(read(), then))
         ]
 
     def check(self) -> None:
         """Raises InputError naming what differs."""
         for name, read, then in self._places:
             now = read()
-            if now is not then and not same_plain(now, then):
+            if not _is_alike(now, then):
                 raise InputError(
                     f"{name} is {_compared(now, then)} when the step was captured, which is a part of it; capture it again, or "
                     f"make it a buffer or an input"
@@ -164,6 +164,27 @@ def _is_in(used: set[int], tensor: Tensor) -> bool:
 
 def _counts(value: object) -> bool:
     return isinstance(value, Tensor) or same_plain(value, value)
+
+
+def _is_alike(now: object, then: object, within: tuple[tuple[object, object], ...] = ()) -> bool:
+    """Whether it is the same, or an equal plain value, or a function defined again as it was: by a notebook's cell that is run
+    once more. ``within``: functions that have got these, one of which may be among them again."""
+    if now is then or same_plain(now, then) or (now, then) in within:
+        return True
+    if not (isinstance(now, types.FunctionType) and isinstance(then, types.FunctionType)):
+        return False
+    if now.__code__ != then.__code__ or now.__globals__ is not then.__globals__:
+        return False
+    a, b = _taken(now), _taken(then)
+    return a.keys() == b.keys() and all(_is_alike(a[key], b[key], (*within, (now, then))) for key in a)
+
+
+def _taken(function: types.FunctionType) -> dict[int | str, object]:
+    """What a function has got when it was defined: defaults, and variables around it."""
+    taken: dict[int | str, object] = dict(enumerate(function.__defaults__ or ()))
+    taken.update(function.__kwdefaults__ or {})
+    taken.update(zip(function.__code__.co_freevars, map(_content, function.__closure__ or ()), strict=True))
+    return taken
 
 
 def _compared(now: object, then: object) -> str:
