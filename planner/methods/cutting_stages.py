@@ -25,6 +25,7 @@ from planner.solvers.milp import Answer, Outcome
 from planner.stages.events import LARGE, missing, tightest
 from planner.stages.exhaustive import LONGEST_NS
 from planner.stages.first_schedules import follow_guides, pebble, prove_least, try_blocks
+from planner.stages.mending import mend, shorten
 from planner.stages.model import TINY, Event, StageModel, Walk, stage_model, walk, with_end
 from planner.stages.order_search import anneal_on, search_orders
 from planner.stages.search import StageSearch
@@ -270,6 +271,9 @@ def _rounds(search: StageSearch) -> bool:
         if answer.values is None:
             return not search.done()
         search.follow(sequence)
+        if search.is_far and search.trained:
+            shorten(search)
+            mend(search, sequence)
         if search.done(round_.asked.aim):
             return False
         if not round_.refine(model, answer, found, relaxed=relaxed):
@@ -411,6 +415,8 @@ def _first_schedules(search: StageSearch, guide: Callable[[float], None] | None)
     if guide is not None and not search.nested:
         guide(until)
     if search.is_far:
+        if search.trained:
+            shorten(search)
         try_blocks(search)
     search.tell_cut_short(time.perf_counter() >= until)
     if search.time_ns is None and not _scrape(search, in_order=True):

@@ -6,6 +6,7 @@ events           which events a solution overlooks
 solving          a round: the model relaxed or whole, while schedules are searched for beside the solver
 search           what is known so far: incumbent, bound, list walks
 first_schedules  where the first schedules come from
+mending          annealing of the best schedule, and of solutions that hold too much
 blocks           ways to run a block of a chain, solved by the model for a few budgets, once for blocks that are alike
 block_chain      the schedule of a whole graph from such blocks
 coarsening       a coarser graph, whose schedules are easier to find

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 
 from graphs.ir import Graph
@@ -10,18 +9,16 @@ from planner.least.pebbling import fitting, least_peak
 from planner.least.smallest import fitting_next_to
 from planner.schedule import Schedule, computes, put_in_graph_order, with_frees
 from planner.stages.block_chain import block_schedule, is_chain
+from planner.stages.mending import shorten
 from planner.stages.model import Event, stage_model, walk
-from planner.stages.order_search import anneal_on
 from planner.stages.search import StageSearch
-from planner.walks.annealing import LAST
 
 SHRINK = (0.97, 0.94, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5)  # budgets of the one-event MILPs that list walks follow
 IDLE_GUIDES = 2  # so many of them in a row that help no further are the last ones
 BLOCKS_SHARE, FINE_GRID = 0.15, {"peaks": 12, "saves": 8}  # of the time left, for a chain of blocks
 BLOCKS_WORK, WORK_PER_OP = 4_000_000, 8_000  # ops of walks along what comes of it at most, and for each op of the graph
-# Sets of values to visit, and share of the time left, at most, where nothing fits so far; moves, and ops of walks, for making
-# that cheaper at a time, and what is much.
-PEBBLE_STATES, PEBBLE_SHARE, PEBBLE_MOVES, PEBBLE_WORK, MUCH = 4_000, 0.15, 1_000_000, 500_000, 0.03
+# Sets of values to visit, and share of the time left, at most, where nothing fits so far.
+PEBBLE_STATES, PEBBLE_SHARE = 4_000, 0.15
 # Where still nothing does, and this share of the budget is proved to be needed: such sets, and the share of the time; bytes that
 # all of them may take, and that one takes besides its bits.
 CLOSE, MORE_STATES, MORE_SHARE, STATES_BYTES, STATE_BYTES = 0.9, 1_000_000, 0.3, 1 << 30, 1_000
@@ -83,7 +80,7 @@ def pebble(search: StageSearch, least: Schedule | None) -> None:
             return
     if search.time_ns is None and least is not None:
         search.offer(least, "pebbling")
-    _shorten(search)
+    shorten(search, at_length=True)
     try_blocks(search, scarce=True)
 
 
@@ -95,24 +92,6 @@ def _from_smallest(search: StageSearch) -> None:
     search.tell_cut_short(time.perf_counter() >= until)
     if found is not None:
         search.offer(found, "smaller and smaller budgets")
-
-
-def _shorten(search: StageSearch) -> None:
-    """Anneal the best schedule, which is a dear one, and walk along what comes of that, by turns, while it gets much cheaper."""
-    until = time.perf_counter() + PEBBLE_SHARE * search.left_s
-    for turn in itertools.count(1):
-        if search.best is None or search.time_ns is None or search.done():
-            return
-        before_ns, left_s = search.time_ns, until - time.perf_counter()
-        if left_s <= 0:
-            search.tell_cut_short(True)
-            return
-        ended = anneal_on(search, list(computes(search.best)), search.seed + turn, left_s, PEBBLE_MOVES, (LAST,), keep_order=True)
-        for waits in (True, False):
-            if waits or search.elsewhere:
-                search.follow(put_in_graph_order(search.graph, ended.runs, waits=waits), PEBBLE_WORK, until)
-        if search.time_ns > (1 - MUCH) * before_ns:
-            return
 
 
 def follow_guides(search: StageSearch, closed_graph: Graph, event: Event, until: float) -> None:

@@ -37,6 +37,7 @@ class StageSearch(Incumbent):
     reordered: bool = field(default=False, init=False)  # whether other orders have been searched
     chained: bool = field(default=False, init=False)
     coarsened: bool = field(default=False, init=False)  # whether a coarser graph has been solved
+    annealings: int = field(default=0, init=False)  # how many there have been, each with a seed of its own
     looks: int = field(default=0, init=False)  # nodes that A* may have looked at so far
     relaxes: bool = field(default=True, init=False)  # whether relaxations are worth their time
     stalled: int = field(default=0, init=False)  # how many of them in a row have hardly raised the bound

@@ -1,0 +1,96 @@
+"""Annealing between a search's other steps: it finds what fits and is cheaper, repeats, and is asked only where it may help."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from graphs.synthetic import random_layered, random_training
+from planner import keep_all, simulate
+from planner.methods import cutting_stages
+from planner.schedule import computes, in_graph_order
+from planner.stages import mending
+from planner.stages.mending import mend, shorten
+from planner.stages.search import StageSearch
+
+
+def walking(seed: int = 0, share: float = 0.55) -> StageSearch:
+    """A search whose list walks have begun, and no more."""
+    graph = random_training(80, 2)
+    budget_bytes = int(share * simulate(graph, keep_all(graph)).peak_bytes)
+    search = StageSearch(graph, budget_bytes, gap=0.0, time_limit_s=60.0, seed=seed)
+    search.begin_walks(search.deadline)
+    return search
+
+
+def found(search: StageSearch) -> tuple[int, list[int]]:
+    assert search.best is not None and search.time_ns is not None
+    trace = simulate(search.graph, search.best)
+    assert trace.peak_bytes <= search.budget_bytes and trace.time_ns == search.time_ns
+    runs = list(computes(search.best))
+    assert in_graph_order(runs)
+    return search.time_ns, runs
+
+
+def test_the_best_schedule_gets_cheaper_where_walks_alone_stop() -> None:
+    search = walking()
+    before_ns, _ = found(search)
+    shorten(search)
+    assert found(search)[0] < before_ns
+
+
+def test_a_sequence_that_holds_too_much_leads_to_schedules_that_fit() -> None:
+    search = walking()
+    search.best = search.time_ns = None
+    mend(search, range(len(search.graph.ops)))
+    mended_ns, _ = found(search)
+    assert mended_ns >= search.base
+
+
+@pytest.mark.parametrize("seed", [0, 3])
+def test_it_repeats(seed: int) -> None:
+    ends = []
+    for _ in range(2):
+        search = walking(seed)
+        shorten(search)
+        mend(search, range(len(search.graph.ops)))
+        assert "cut_short" not in search.notes
+        ends.append(found(search))
+    assert ends[0] == ends[1]
+
+
+def test_without_time_nothing_is_annealed(monkeypatch: pytest.MonkeyPatch) -> None:
+    search = walking()
+    monkeypatch.setattr(mending, "SHARE", 0.0)
+    before = found(search)
+    shorten(search)
+    mend(search, range(len(search.graph.ops)))
+    assert found(search) == before and search.annealings == 0 and "cut_short" in search.notes
+
+
+@pytest.mark.parametrize(("has_backward", "is_far"), [(True, True), (True, False), (False, True)])
+def test_rounds_ask_for_it_in_training_steps_far_from_their_bound(
+    has_backward: bool, is_far: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = list[str]()
+
+    def ask(name: str, does: Any) -> Any:
+        def asking(search: StageSearch, *runs: Any) -> None:
+            assert search.is_far and search.trained
+            asked.append(name)
+            does(search, *runs)
+
+        return asking
+
+    monkeypatch.setattr(cutting_stages, "shorten", ask("shorten", shorten))
+    monkeypatch.setattr(cutting_stages, "mend", ask("mend", mend))
+    monkeypatch.setattr("planner.stages.search.FAR_AWAY", 0.001 if is_far else 10.0)
+    graph = random_training(80, 2) if has_backward else random_layered("RL1", seed=0)
+    budget_bytes = int(0.6 * simulate(graph, keep_all(graph)).peak_bytes)
+    began = time.perf_counter()
+    plan = cutting_stages.solve(graph, budget_bytes, gap=0.0, time_limit_s=6)
+    assert time.perf_counter() - began < 8
+    assert plan.peak_bytes is None or plan.peak_bytes <= budget_bytes
+    assert set(asked) == ({"shorten", "mend"} if has_backward and is_far else set())
