@@ -5,15 +5,13 @@ from __future__ import annotations
 import itertools
 import math
 from random import Random
-from typing import Any
 
 import pytest
 
 import planner.stages.model
 from graphs.ir import Graph, Op, Value
-from graphs.synthetic import chain, random_training
-from planner.methods import cutting_stages
-from planner.schedule import Compute, keep_all, with_frees
+from graphs.synthetic import chain
+from planner.schedule import with_frees
 from planner.simulate import simulate
 from planner.solvers import pseudo_boolean
 from planner.solvers.milp import Answer, Outcome
@@ -57,7 +55,7 @@ def until_nothing_is_missing(graph: Graph, budget_bytes: int, events: list[Event
         if answer.values is None:
             return model, answer, None
         found = walk(model, answer.values)
-        more, _ = missing(model, graph, found, budget_bytes, 2, apart=len(events) % 2 == 1)
+        more, _ = missing(model, graph, found, budget_bytes, 2)
         assert not set(more) & set(events)
         if not more:
             return model, answer, found
@@ -349,44 +347,6 @@ def test_a_large_overflow_asks_for_an_event_where_most_of_it_is_past() -> None:
             untils = (events[1].at - 1, events[1].at, len(graph.ops))
             past = [sum(max(0, e) for w, e in worst.items() if w <= until) for until in untils]
             assert past[0] < 2 / 3 * past[2] <= past[1]
-
-
-def test_overflows_that_are_apart_ask_for_events_of_their_own() -> None:
-    found_more = 0
-    for seed in range(200):
-        graph = random_graph(seed, max_ops=14)
-        whole = keep_all(graph)
-        budget_bytes = int(0.8 * simulate(graph, whole).peak_bytes)
-        closed, runs = with_end(graph), list(range(len(graph.ops)))
-        model = stage_model(closed, budget_bytes, [Event(len(graph.ops))])
-        found = Walk(runs, [0] * len(runs))  # all in one stage, and nothing runs again
-        memory_bytes = [simulate(graph, whole).memory_bytes[s] for s, step in enumerate(whole) if isinstance(step, Compute)]
-        is_over = [held > budget_bytes for held in memory_bytes]
-        stretches = sum(b and not a for a, b in itertools.pairwise([False, *is_over]))
-        one, _ = missing(model, graph, found, budget_bytes, 9)
-        each, _ = missing(model, graph, found, budget_bytes, 9, apart=True)
-        assert len(one) == 1 and len(each) == stretches
-        assert one[0] == each[0] == Event(memory_bytes.index(max(memory_bytes)))
-        assert all(is_over[event.done] for event in each)
-        found_more += len(each) > 1
-    assert found_more > 20
-
-
-@pytest.mark.parametrize(("variables", "apart"), [(0, False), (cutting_stages.APART, True)])
-def test_small_models_ask_for_overflows_that_are_apart(variables: int, apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-
-    def noted(model: StageModel, *given: Any, **options: Any) -> Any:
-        asked.append((len(model.milp.cost), options["apart"]))
-        return missing(model, *given, **options)
-
-    monkeypatch.setattr(cutting_stages, "missing", noted)
-    monkeypatch.setattr(cutting_stages, "APART", variables)
-    monkeypatch.setattr(cutting_stages, "SMALL_OPS", 0)  # else A* closes it
-    graph = random_training(12, seed=4)
-    cutting_stages.solve(graph, int(0.6 * simulate(graph, keep_all(graph)).peak_bytes), time_limit_s=2)
-    assert asked and asked[0][1] is apart
-    assert all(is_so is (size <= variables) for size, is_so in asked)
 
 
 def test_reruns_wait_where_first_executions_are_asked_for() -> None:

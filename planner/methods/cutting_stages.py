@@ -36,7 +36,6 @@ METHOD = "cutting_stages"
 # First executions added a round at most, fewer by one for each re-run; after a relaxation that raised the bound by this share of
 # its distance to the incumbent more, up to so many variables, and those whose rows are slack go.
 NEW_PER_ROUND, STEEP, NEW_RELAXED, RELAXED_VARIABLES = 2, 0.03, 4, 8_000
-APART = 500  # up to so many variables overflows count that are apart from a stage's worst one
 # Blocks are tried after so many rounds, before a large MILP where the bound is this share of the keep-all time away, or at once
 # where it is far away or nothing fits so far.
 BLOCKS_ROUND, BLOCKS_DISTANCE = 3, 0.02
@@ -337,16 +336,8 @@ class _Round:
             gone = idle_events(model, answer)
             most = NEW_RELAXED if len(model.milp.cost) <= RELAXED_VARIABLES else NEW_PER_ROUND
         # Relaxations overflow everywhere, and without a backward pass models with re-runs as events are the hardest to solve.
-        more, self.seconds = missing(
-            model,
-            search.graph,
-            found,
-            search.budget_bytes,
-            most,
-            large=self.large,
-            reruns_last=relaxed or not search.trained,
-            apart=len(model.milp.cost) <= APART,
-        )
+        last = relaxed or not search.trained
+        more, self.seconds = missing(model, search.graph, found, search.budget_bytes, most, large=self.large, reruns_last=last)
         events = {*self.events, *more}
         # Re-runs stay, and so do the first executions around them.
         stay = {t for event in events if event.is_rerun for t in (event.done, event.done + 1)}

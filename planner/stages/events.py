@@ -24,7 +24,6 @@ def missing(
     *,
     large: float = LARGE,
     reruns_last: bool = False,
-    apart: bool = False,
 ) -> tuple[list[Event], list[Event]]:
     """New events for the worst overflows of a walk along a solution, each in a stage of its own.
 
@@ -37,7 +36,6 @@ def missing(
     most   first executions at most, fewer by one for each re-run; re-runs are not limited
     large  times the budget, what is held in an overflow that is large
     reruns_last  none as long as a first execution is asked for
-    apart  of a stage not only its worst overflow counts, but the worst first execution of each stretch over the budget
     """
     schedule = with_frees(graph, found.runs)
     steps = [s for s, step in enumerate(schedule) if isinstance(step, Compute)]
@@ -45,17 +43,14 @@ def missing(
     held_bytes, coming = [memory_bytes[s] for s in steps], [next_first[s] for s in steps]
     over = sorted((r for r, held in enumerate(held_bytes) if held > budget_bytes), key=lambda r: -held_bytes[r])
     events, first_runs, seconds, reruns = model.events, list[Event](), list[Event](), list[Event]()
-    stretch = list(itertools.accumulate(held <= budget_bytes for held in held_bytes))
     stages: set[int] = set()
-    stretches: set[int] = set()
     for r in over:
         v, w, stage = found.runs[r], coming[r], found.stages[r]
-        if stage in stages and (not apart or v != w or stretch[r] in stretches):
+        if stage in stages:
             continue
         wanted = next((t for t in (Event(w), Event(w - 1)) if t not in (*events, *first_runs)), None)
         if wanted is not None and (v != w or wanted.at == w):
             stages.add(stage)
-            stretches.add(stretch[r])
             first_runs.append(wanted)
             if held_bytes[r] > large * budget_bytes:
                 inside = (q for q in reversed(over) if found.stages[q] == stage)  # the most of an op comes last
