@@ -14,6 +14,7 @@ from online.heuristics import DEFAULT_RULE
 from online.runtime import Run, rule, run
 from planner.bounds import least_bytes
 from planner.budget import format_bytes, resolve_budget
+from planner.live import line_of
 from planner.plan import copied_bytes_of, graph_of, solve, solve_halves
 from planner.result import Plan
 from planner.schedule import Schedule, computes, keep_all, with_frees
@@ -284,8 +285,8 @@ def compare(
     budgets, heuristics  several, or one
     inputs           arguments of one training step, as given to ``capture``; needed to execute
     splits           also find what the distance of each online run is made of (``Split``)
-    progress         called with a short sentence before each part
-    solver_progress  passed to the planning method
+    progress         called with a short sentence before each part, and with what is known of a plan while it is sought
+    solver_progress  passed to the planning method instead
 
     Ctrl-C ends it early: the comparison then has what was found so far, and says ``interrupted``.
     Raises InputError for what cannot be used, and as ``run`` and ``solve`` do.
@@ -316,8 +317,9 @@ def compare(
             for heuristic in heuristics if budget_bytes >= least_bytes(graph) else ():
                 say(f"online {heuristic} in {where}")
                 runs.append(run(graph, budget_bytes, heuristic=heuristic, seed=seed))
-            say(f"{method} in {where}")
-            options: dict[str, Any] = {"gap": gap, "time_limit_s": time_limit_s, "seed": seed, "progress": solver_progress}
+            told = line_of(f"{method} in {where}", graph, say)
+            options: dict[str, Any] = {"gap": gap, "time_limit_s": time_limit_s, "seed": seed}
+            options["progress"] = solver_progress or told
             # What an online run found, the planner must not miss.
             cheapest = min((r for r in runs if r.completed), key=lambda r: r.time_ns or 0, default=None)
             # A rule may hold what is dead until room is needed; a plan has no reason to.

@@ -41,10 +41,11 @@ from graphs.ir import Graph
 from graphs.rewriting.nodes import outputs_of, tensors_of
 from graphs.torch_private.names import ONE_TRACE_AT_A_TIME, BoxedCodeGen
 from graphs.torch_private.partitioned import changed_inputs, compile_partitioned, is_unwatched, parameter_inputs
-from planner.budget import is_share, resolve_budget
+from planner.budget import format_bytes, is_share, resolve_budget
 from planner.execution.draws import generator_state_like
 from planner.execution.halves import first_late, late_ops, needed_from_before, not_made
 from planner.execution.lowering import Code, placeholders
+from planner.live import shown
 from planner.plan import plan_halves, with_costs
 from planner.result import Plan
 from planner.schedule import Free, Schedule, computes, keep_all
@@ -294,7 +295,8 @@ def _outputs_made_once(graph: Graph) -> Graph:
 
 def _plan(graph: Graph, budget_bytes: int, copied_bytes: int, options: Mapping[str, Any]) -> Plan:
     """A plan that can be cut into a forward and a backward, with room for as many bytes in the backward."""
-    found = plan_halves(graph, budget_bytes, copied_bytes=copied_bytes, **options)
+    with shown(options.get("progress"), f"planning {graph.name} in {format_bytes(budget_bytes)}", graph) as told:
+        found = plan_halves(graph, budget_bytes, copied_bytes=copied_bytes, **{**options, "progress": told})
     if "halves" in found.notes:
         works_bytes = int(str(found.notes["halves_bytes"]))
         raise NoScheduleFound(

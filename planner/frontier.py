@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 from graphs.errors import InputError
 from graphs.ir import Graph
 from planner.bounds import least_bytes
-from planner.budget import resolve_budget
+from planner.budget import format_bytes, resolve_budget
 from planner.least.pebbling import least_peak
 from planner.least.smallest import smaller_and_smaller
+from planner.live import on_terminal, shown, smallest_line
 from planner.plan import check_numbers, check_options, graph_of, solve, step_of
 from planner.result import Plan, Status
 from planner.schedule import Schedule, computes, in_graph_order, keep_all
@@ -41,8 +42,8 @@ def plans(
 
     Nor has it a larger bound, unless the plan for a smaller one has another order of first executions than the graph.
 
-    model, budgets  as for ``plan``, of the latter several or one; further options: its inputs, loss, costs, device and autocast,
-                    and those of the method
+    model, budgets  as for ``plan``, of the latter several or one; further options: its inputs, loss, costs, device, autocast and
+                    progress, and those of the method
     time_limit_s    for each budget
     done            called with each plan as it is found, smallest budget first
 
@@ -67,10 +68,13 @@ def plans(
     found: dict[int, Plan] = {}
     best: Schedule | None = None
     interrupted = False
-    for budget_bytes in sorted(set(wanted)):
+    progress = options.pop("progress", None)
+    for number, budget_bytes in enumerate(sorted(set(wanted)), start=1):
         within = partial(solve, graph, budget_bytes, method=method, gap=gap, seed=seed, start=best, **options)
+        what = f"{method} in {format_bytes(budget_bytes)} ({number} of {len(set(wanted))})"
         try:
-            one = within(time_limit_s=0.0 if interrupted else time_limit_s)
+            with shown(progress, what, graph) as told:
+                one = within(time_limit_s=0.0 if interrupted else time_limit_s, progress=told)
         except KeyboardInterrupt:  # between two methods' runs, which take note of it themselves
             interrupted = True
             one = within(time_limit_s=0.0)
@@ -132,7 +136,14 @@ class MinBudget:
     interrupted: bool = False
 
 
-def min_budget(target: Step | Graph, *, time_limit_s: float = 30.0, within: float = 0.01, seed: int = 0) -> MinBudget:
+def min_budget(
+    target: Step | Graph,
+    *,
+    time_limit_s: float = 30.0,
+    within: float = 0.01,
+    seed: int = 0,
+    progress: Callable[[int, int], None] | None = None,
+) -> MinBudget:
     """The smallest budget with a schedule in hand, and a proved minimum that holds for schedules in any order.
 
     A backward search (``planner.least.pebbling``) proves the minimum, and often comes with a schedule that attains it. Else list
@@ -142,6 +153,8 @@ def min_budget(target: Step | Graph, *, time_limit_s: float = 30.0, within: floa
     time_limit_s  for all of it: at most a third for what is proved, half for walks and searches, a tenth for each solve. Ctrl-C
                   stops at once. Either way the best so far is returned
     within        stop where two budgets are this close, relatively
+    progress      called with what works and what is proved to be needed, in bytes, as either changes (default: a line on a
+                  terminal)
 
     Raises InputError for what is neither Step nor Graph, and for a limit or a ``within`` that is none.
     """
@@ -150,31 +163,44 @@ def min_budget(target: Step | Graph, *, time_limit_s: float = 30.0, within: floa
         raise InputError(f"within must be at least 0 and below 1 (0.01 is one per cent), not {within!r}")
     check_options({"time_limit_s": time_limit_s, "seed": seed})
     check_numbers(graph)
+    if progress is None:
+        with on_terminal() as show:
+            return min_budget(graph, time_limit_s=time_limit_s, within=within, seed=seed, progress=smallest_line(show))
     deadline = time.perf_counter() + time_limit_s
     schedule = keep_all(graph)
     works, proved = simulate(graph, schedule).peak_bytes, least_bytes(graph)
     interrupted = False
+
+    def take(found: Schedule) -> None:
+        nonlocal works, schedule
+        works, schedule = simulate(graph, found).peak_bytes, found
+        progress(works, proved)
+
+    def prove(needed_bytes: int) -> None:
+        nonlocal proved
+        proved = max(proved, needed_bytes)
+        progress(works, proved)
+
     try:
-        told: list[int] = [proved]
-        try:
-            proved, attained = least_peak(graph, time_limit_s=time_limit_s / 3, proves=told.append)
-        finally:  # on Ctrl-C too
-            proved = max(proved, told[-1])
+        progress(works, proved)
+        needed_bytes, attained = least_peak(graph, time_limit_s=time_limit_s / 3, proves=prove)
+        prove(needed_bytes)
         if attained is not None:
-            return MinBudget(simulate(graph, attained).peak_bytes, attained, proved)
-        for known in smaller_and_smaller(graph, time_limit_s=time_limit_s / 2, proved_bytes=proved):
-            works, schedule = known
+            take(attained)
+            return MinBudget(works, schedule, proved)
+        for _, known in smaller_and_smaller(graph, time_limit_s=time_limit_s / 2, proved_bytes=proved):
+            take(known)
         missed = proved - 1  # nothing was found for this budget
         while works - missed > max(1, within * works) and not interrupted and time.perf_counter() < deadline:
             middle = (works + missed) // 2
             limit_s = max(0.1, min(0.1 * time_limit_s, deadline - time.perf_counter()))
             found = solve(graph, middle, gap=0.99, time_limit_s=limit_s, seed=seed)
             if found.schedule is not None:
-                works, schedule = simulate(graph, found.schedule).peak_bytes, found.schedule
+                take(found.schedule)
             else:
                 missed = middle
                 if found.status is Status.INFEASIBLE:
-                    proved = max(proved, middle + 1)
+                    prove(middle + 1)
             interrupted = found.notes.get("stopped") == "interrupted"
     except KeyboardInterrupt:
         interrupted = True

@@ -23,7 +23,7 @@ class Incumbent:
     progress                       called as ``progress(time_ns=..., bound_ns=..., phase=...)`` where something changed
     best, time_ns                  the schedule and its time, None before one that fits is offered
     bound_ns, restricted_bound_ns  as in Plan; the first is the keep-all time at least
-    searched_ns                    no schedule of the searched space takes less: the bound that ``closed`` and ``progress`` go by
+    searched_ns                    no schedule of the searched space takes less: the bound that ``closed`` goes by
     notes                          those of the Plan
     """
 
@@ -73,15 +73,21 @@ class Incumbent:
         self.searched_ns = max(bound_ns, self.searched_ns)
         self.report("bound")
 
-    def report(self, phase: str, time_ns: int | None = None) -> None:
+    @property
+    def shown_bound_ns(self) -> int:
+        """The bound that ``progress`` is told."""
+        return self.searched_ns
+
+    def report(self, phase: str, time_ns: int | None = None, bound_ns: int | None = None) -> None:
         """Tell ``progress``. One that raises is told no more, so that what is found meanwhile can still be taken.
 
-        time_ns  of a schedule that will be offered, where it may be less than that of the cheapest so far
+        time_ns   of a schedule that will be offered, where it may be less than that of the cheapest so far
+        bound_ns  instead of ``shown_bound_ns``
         """
         if self.progress is not None:
             least_ns = min((ns for ns in (self.time_ns, time_ns) if ns is not None), default=None)
             try:
-                self.progress(time_ns=least_ns, bound_ns=self.searched_ns, phase=phase)
+                self.progress(time_ns=least_ns, bound_ns=self.shown_bound_ns if bound_ns is None else bound_ns, phase=phase)
             except BaseException:
                 self.progress = None
                 raise

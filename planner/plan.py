@@ -16,6 +16,7 @@ from planner.bounds import least_bytes
 from planner.budget import format_bytes, is_share, resolve_budget
 from planner.early import in_halves, with_early_kept
 from planner.least.smallest import smaller_and_smaller
+from planner.live import shown
 from planner.methods import Solve
 from planner.methods import method as method_named
 from planner.process.pauses import rare_collections
@@ -63,7 +64,7 @@ def plan(
     gap           stop when (time - bound) / time is at most this
     time_limit_s  stop after this long with the best found so far
     start         a schedule to start from, say the one of an online run
-    progress      called while solving (see the method)
+    progress      called while solving (see the method; default: a line on a terminal, with plan, bound and gap so far)
     options       further options of the method
 
     Raises InfeasibleBudget where no schedule can fit, NoScheduleFound where none was found though none was ruled out,
@@ -75,18 +76,19 @@ def plan(
     target = step_of(model, inputs=inputs, loss=loss, costs=costs, device=device, autocast=autocast)
     graph, copied_bytes = target if isinstance(target, Graph) else target.graph, copied_bytes_of(target)
     budget_bytes = resolve_budget(budget, simulate(graph, keep_all(graph)).peak_bytes)
-    found = plan_halves(
-        graph,
-        budget_bytes,
-        copied_bytes=copied_bytes,
-        method=method,
-        gap=gap,
-        time_limit_s=time_limit_s,
-        seed=seed,
-        start=start,
-        progress=progress,
-        **options,
-    )
+    with shown(progress, f"{method} in {format_bytes(budget_bytes)}", graph) as told:
+        found = plan_halves(
+            graph,
+            budget_bytes,
+            copied_bytes=copied_bytes,
+            method=method,
+            gap=gap,
+            time_limit_s=time_limit_s,
+            seed=seed,
+            start=start,
+            progress=told,
+            **options,
+        )
     if "halves" in found.notes:
         log.warning("the plan of %s in %s bytes %s", graph.name, f"{budget_bytes:,}", found.notes["halves"])
     return found if isinstance(target, Graph) else replace(found, step=target)

@@ -24,6 +24,7 @@ from graphs.files import check_writable
 from graphs.ir import Graph
 from online.heuristics import ADDRESS_HEURISTICS, DEFAULT_RULE, HEURISTICS
 from planner.budget import format_bytes, is_share, resolve_budget
+from planner.live import line_of, smallest_line
 from planner.methods import METHODS
 from planner.plan import check_numbers, check_options, checked_method, copied_bytes_of, infeasible, solve_halves, with_costs
 from planner.result import Plan, Status
@@ -433,7 +434,6 @@ def _plan(arguments: argparse.Namespace) -> int:
             loaded.executable()
         graph = loaded.graph
         budget_bytes = resolve_budget(arguments.budget, simulate(graph, keep_all(graph)).peak_bytes)
-        status(f"{arguments.method} in {format_bytes(budget_bytes)}")
         copied_bytes = copied_bytes_of(loaded.target)
         plan = solve_halves(
             graph,
@@ -443,6 +443,7 @@ def _plan(arguments: argparse.Namespace) -> int:
             gap=arguments.gap,
             time_limit_s=arguments.time_limit,
             seed=arguments.seed,
+            progress=line_of(f"{arguments.method} in {format_bytes(budget_bytes)}", graph, status),
             **({"any_order": True} if arguments.any_order else {}),
         )
         row = plan.row()
@@ -643,8 +644,7 @@ def _info(arguments: argparse.Namespace) -> int:
         status("measuring the graph")
         trace = simulate(graph, keep_all(graph))
         if arguments.min_budget is not None:
-            status("searching for the smallest budget")
-            smallest = min_budget(graph, time_limit_s=arguments.min_budget)
+            smallest = min_budget(graph, time_limit_s=arguments.min_budget, progress=smallest_line(status))
             proved_bytes, works_bytes, interrupted = smallest.proved_bytes, smallest.works_bytes, smallest.interrupted
         else:
             proved_bytes, works_bytes, interrupted = least_bytes(graph), smallest_known(graph)[0], False

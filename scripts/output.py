@@ -11,9 +11,9 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn
-from rich.text import Text
 
 from graphs.errors import BeladyError
+from planner.live import on_terminal
 
 from .entry import INTERRUPTED
 
@@ -66,13 +66,8 @@ def computing() -> Iterator[Callable[[str], None]]:
     """A status line on a terminal, silence elsewhere. Within, whatever libraries or a user's own code print goes to standard
     error: compiled ones to file descriptor 1, Python's to ``sys.stdout``.
     """
-    console = Console(stderr=True)
-    with redirect_stdout(sys.stderr), _descriptor_1_is_stderr():
-        if not console.is_terminal:
-            yield lambda _: None
-            return
-        with console.status("starting") as status:
-            yield lambda text: status.update(Text(text))  # as it is: brackets in a file's name are no markup
+    with redirect_stdout(sys.stderr), _descriptor_1_is_stderr(), on_terminal("starting") as status:
+        yield status
 
 
 def progress_bar() -> Progress:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+import belady.sweep  # noqa: F401 - else it is first imported where a test has replaced what it imports
 from belady.cli import Loaded, main, parser
 from graphs.ir import Graph, Op, Value
 from graphs.serialize import save_graph

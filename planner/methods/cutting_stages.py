@@ -79,7 +79,8 @@ def solve(
     any_order     search among all orders of first executions too, in graphs without a backward pass first; without, a schedule
                   in another order is taken only where it is the start, or none in graph order is known. From one that is taken
                   the search goes on, through other orders too
-    progress      called as ``progress(time_ns=..., bound_ns=..., phase=...)`` where one of them changed (None: not known)
+    progress      called as ``progress(time_ns=..., bound_ns=..., phase=...)`` where one of them changed (None: not known); the
+                  bound falls to the keep-all time where a schedule in another order is the best so far
 
     The status is INFEASIBLE only where no schedule in any order fits; where none with this order does and none in another is
     found, it is UNKNOWN and ``notes["stopped"]`` says so. A schedule in another order has the keep-all time as its bound;
@@ -171,7 +172,11 @@ def _solve_in(search: StageSearch, start: Schedule, time_limit_s: float) -> None
     """Solve for the order of first executions of a schedule, which need not fit."""
     order = first_runs(computes(start))
     graph = search.graph.in_order(order)
-    inner = StageSearch(graph, search.budget_bytes, search.gap, time_limit_s, search.progress, seed=search.seed, nested=True)
+
+    def tell(time_ns: int | None, phase: str, **_: object) -> None:  # its bound holds for no other order
+        search.report(f"{phase}, in another order", time_ns, None if time_ns is None else search.base)
+
+    inner = StageSearch(graph, search.budget_bytes, search.gap, time_limit_s, tell, seed=search.seed, nested=True)
     try:
         _run_nested(search, inner, renumbered(start, {v: i for i, v in enumerate(order)}))
     finally:

@@ -100,6 +100,11 @@ class StageSearch(Incumbent):
         return not in_graph_order(self.order_of_best)
 
     @property
+    def shown_bound_ns(self) -> int:
+        """Of all orders only the keep-all time is known, where the best schedule has another one than the graph."""
+        return self.base if self.best is not None and self.elsewhere else self.searched_ns
+
+    @property
     def is_far(self) -> bool:
         """Whether the bound is far from the best schedule."""
         return self.distance_ns > FAR_AWAY * self.base
