@@ -117,8 +117,8 @@ def test_the_smallest_budget_tells_what_works_and_what_is_needed() -> None:
 @pytest.mark.parametrize("any_order", [False, True])
 def test_no_bound_is_told_that_another_order_beats(any_order: bool) -> None:
     """What is proved for the graph's order, or for another one, is no bound on a plan in a third."""
-    graph, told = random_layered(Layered(40, 0.3), seed=2), list[dict[str, int | None]]()
-    budget_bytes = int(0.7 * simulate(graph, keep_all(graph)).peak_bytes)
+    graph, told = random_layered(Layered(25, 0.3), seed=8), list[dict[str, int | None]]()
+    budget_bytes = int(0.65 * simulate(graph, keep_all(graph)).peak_bytes)  # nothing fits in graph order
     found = plan(graph, budget_bytes, time_limit_s=6, any_order=any_order, progress=lambda **now: told.append(now))
     assert "order" in found.notes
     for now in told:
