@@ -40,7 +40,8 @@ from graphs.errors import CaptureError, InfeasibleBudget, InputError, InvalidSch
 from graphs.ir import Graph
 from graphs.rewriting.nodes import outputs_of, tensors_of
 from graphs.torch_private.names import ONE_TRACE_AT_A_TIME, BoxedCodeGen
-from graphs.torch_private.partitioned import changed_inputs, compile_partitioned, is_unwatched, parameter_inputs
+from graphs.torch_private.partitioned import changed_inputs, compile_partitioned, is_unwatched, parameter_inputs, passed_over
+from graphs.tracing.refusals import refusal
 from planner.budget import format_bytes, is_share, resolve_budget
 from planner.execution.draws import generator_state_like
 from planner.execution.halves import first_late, late_ops, needed_from_before, not_made
@@ -80,7 +81,10 @@ def belady(module: fx.GraphModule, examples: Sequence[Any], *, options: Mapping[
         return _partition(joint, forward_outputs, budget, options, examples)
 
     with ONE_TRACE_AT_A_TIME, kernels_layouts(), draws_laid_out():
-        return compile_partitioned(module, examples, partition, _boxed)
+        try:
+            return compile_partitioned(module, examples, partition, _boxed)
+        except passed_over() as error:
+            raise refusal("compiled_graph", error) from error
 
 
 def _symbolic(example: object) -> bool:

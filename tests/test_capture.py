@@ -1145,6 +1145,10 @@ REFUSED: dict[str, tuple[Callable[[], Step], str]] = {
     "sparse gradient": (
         lambda: capture(nn.Embedding(4, 8, sparse=True), torch.tensor([1]), loss=square), "makes a sparse tensor"
     ),
+    "sparse gradient with padding": (
+        lambda: capture(nn.Embedding(4, 8, sparse=True, padding_idx=0), torch.tensor([1]), loss=square),
+        "in a derivative; .* use dense gradients",
+    ),
     "wrong shape": (lambda: capture(linear(), torch.randn(4, 9), loss=square), "Linear cannot be traced: RuntimeError"),
     "lazy": (lambda: capture(nn.LazyLinear(8), x8, loss=square), "has no shape yet"),
     "input in place": (lambda: capture(Lambda(lambda m, x: square(m.linear(x.relu_()))), x8.clone()), "changes inputs in place"),

@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 from graphs import profile
 from graphs.capture import Step, capture
-from graphs.errors import InfeasibleBudget, InputError, NoScheduleFound
+from graphs.errors import CaptureError, InfeasibleBudget, InputError, NoScheduleFound
 from graphs.ir import Graph
 from planner import compile_backend
 from planner.compile_backend import belady
@@ -510,6 +510,15 @@ def test_what_cannot_be_used_is_refused(options: dict[str, Any], error: type[Exc
     with pytest.raises(BackendCompilerFailed, match=re.escape(words)) as caught:
         torch.compile(model, backend=belady, options=options)(*inputs)
     assert isinstance(caught.value.inner_exception, error)
+
+
+@pytest.mark.filterwarnings("ignore:Error detected in EmbeddingBackward0:UserWarning")
+def test_what_cannot_be_traced_does_not_run_without_a_plan() -> None:
+    """Dynamo takes some of what a backend raises for a graph break, and would run the model as it is, whatever the budget."""
+    model = torch.compile(nn.Embedding(4, 8, sparse=True, padding_idx=0), backend=belady, options={"budget": 1.0})
+    with pytest.raises(BackendCompilerFailed, match=re.escape("use dense gradients (sparse=False)")) as caught:
+        model(torch.tensor([1, 2]))
+    assert isinstance(caught.value.inner_exception, CaptureError)
 
 
 def test_a_schedule_that_begins_with_the_backward_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,6 +76,13 @@ def compile_partitioned(
     return compiled
 
 
+def passed_over() -> tuple[type[Exception], ...]:
+    """What a backend may not raise where a graph must not run without it: Dynamo then runs that as it is, with a warning."""
+    from torch._dynamo.exc import exceptions_allowed_to_be_fallback
+
+    return exceptions_allowed_to_be_fallback
+
+
 class _OutputLost(Exception):
     """Something else is in the place of an output of a joint graph."""
 

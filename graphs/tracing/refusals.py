@@ -31,6 +31,10 @@ def refusal(name: str, error: Exception) -> CaptureError:
             )
         elif "aten.equal" in str(error) and "istft" in _place(error):
             remedy = "give istft a window that is made in the forward (torch.hann_window), since it checks what that sums up to"
+        elif "aten.nonzero" in str(error) and not _place(error):
+            remedy = (
+                "that is in a derivative; where it is that of an embedding with padding_idx, use dense gradients (sparse=False)"
+            )
         else:
             remedy = (
                 "rewrite that part with torch.where or masks of fixed shape, or train without a plan, in a block of online.budget"
@@ -68,7 +72,8 @@ def told(error: Exception) -> str:
 
 def _place(error: Exception) -> str:
     """Where in the model or its libraries an error comes from, for a message."""
-    ours = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+    graphs = Path(__file__).parents[1]
+    ours = (str(Path(torch.__file__).parent), str(graphs), str(graphs.with_name("planner")))
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if not frame.filename.startswith((*ours, "<frozen")):  # the last are imports
             return f", at {frame.filename.rpartition('site-packages/')[2]}:{frame.lineno}: {frame.line}"
