@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -37,7 +37,7 @@ __all__ = ["InputForm", "Inputs", "Loss", "Result", "Source", "Step", "bind", "c
 class Result:
     """What one entry of the FX output node is.
 
-    kind   "loss", "gradient" of the parameter ``name``, "buffer": new content of the buffer ``name``
+    kind   "loss", "gradient" of the parameter (or buffer) ``name``, "buffer": new content of the buffer ``name``
     """
 
     kind: Literal["loss", "gradient", "buffer"]
@@ -164,8 +164,8 @@ def capture(
     gradient_hooks  allow hooks of parameters: no part of the step, they are called by autograd where it runs the step
 
     Op times and workspaces of the graph are 0 (see ``graphs.costs``); Values are rounded up to 512 bytes on CUDA. Gradients
-    are those of the parameters that require one; inputs get none. Random ops are kept even where nobody reads them: their
-    draws move the generator.
+    are those of the parameters (and buffers) that require one; inputs get none. Random ops are kept even where nobody reads
+    them: their draws move the generator.
 
     Raises CaptureError where the model, the loss or the inputs cannot be captured.
     """
@@ -187,7 +187,8 @@ def capture(
     with ONE_TRACE_AT_A_TIME:
         joint, watch = trace(name, body, state, leaves, form.spec, where, autocast)
     graph = joint.module.graph
-    sources, tensors = _sources(joint, state, leaves, form)
+    parameters = {key for key, _ in model.named_parameters()}  # one may be registered as a buffer, which makes it a buffer
+    sources, tensors = _sources(joint, state, parameters, leaves, form)
     for node, tensor in lift_constants(joint.module):
         if tensor.requires_grad:
             raise CaptureError(
@@ -199,7 +200,7 @@ def capture(
     surroundings.settle(
         tensor for source, tensor in zip(sources, tensors, strict=True) if source.kind == "constant" and tensor is not None
     )
-    results = _results(name, joint, state, leaves, form)
+    results = _results(name, joint, state, parameters, leaves, form)
     _refuse_late_writes(name, graph, sources, results)
     _refuse_shared_constants(name, sources, tensors, results)
 
@@ -291,7 +292,7 @@ def bind(step: Step, inputs: Inputs, tangent: Tensor | None = None, *, detached:
 
 
 def _sources(
-    joint: Joint, state: Mapping[str, Tensor], leaves: Sequence[Any], form: InputForm
+    joint: Joint, state: Mapping[str, Tensor], parameters: Set[str], leaves: Sequence[Any], form: InputForm
 ) -> tuple[list[Source], list[Tensor | None]]:
     """What the placeholders are, and their real tensors where there are any."""
     names = list(state)
@@ -301,8 +302,7 @@ def _sources(
     for kind, i in joint.sources:
         if kind == "state":
             tensor = state[names[i]]
-            is_parameter = isinstance(tensor, nn.Parameter)
-            sources.append(Source("parameter" if is_parameter else "buffer", names[i], trainable=tensor.requires_grad))
+            sources.append(Source("parameter" if names[i] in parameters else "buffer", names[i], trainable=tensor.requires_grad))
             tensors.append(tensor)
         elif kind == "input":
             sources.append(Source("input", form.labels[slots[i]], slots[i]))
@@ -313,7 +313,9 @@ def _sources(
     return sources, tensors
 
 
-def _results(name: str, joint: Joint, state: Mapping[str, Tensor], leaves: Sequence[Any], form: InputForm) -> list[Result]:
+def _results(
+    name: str, joint: Joint, state: Mapping[str, Tensor], parameters: Set[str], leaves: Sequence[Any], form: InputForm
+) -> list[Result]:
     """What the outputs are; those that are nothing leave the graph."""
     names = list(state)
     results: list[Result] = []
@@ -325,7 +327,7 @@ def _results(name: str, joint: Joint, state: Mapping[str, Tensor], leaves: Seque
         if kind == "input":
             label = [label for label, leaf in zip(form.labels, leaves, strict=True) if isinstance(leaf, Tensor)][i]
             raise CaptureError(f"{name} changes {label} in place; let it work on a copy")
-        if kind == "state" and isinstance(state[names[i]], nn.Parameter):
+        if kind == "state" and names[i] in parameters:
             raise CaptureError(
                 f"{name} changes its parameter {names[i]} in place during the forward; do that outside of the step"
             )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -35,7 +36,7 @@ class Outcome(StepResult):
     def write(self, model: nn.Module) -> Tensor:
         """Do to ``model`` what a plain step does: add to ``.grad``, change the buffers. Returns the loss."""
         for name, gradient in self.gradients.items():
-            parameter = model.get_parameter(name)
+            parameter = operator.attrgetter(name)(model)
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
         self.write_buffers(model)
         return self.loss

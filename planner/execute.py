@@ -156,8 +156,8 @@ class PlannedModule(nn.Module):
         # What shares memory with something else is written one by one, in order.
         self._room_for_all = 0 < sum(sizes) <= room_bytes and not any(b.cloned for b in cut.buffers)
         self._watched = _watched(step, self._halves)
-        index = {(source.kind, source.name): i for i, source in enumerate(step.sources)}
-        self._trained = tuple(index["parameter", result.name] for result in step.results if result.kind == "gradient")
+        index = {source.name: i for i, source in enumerate(step.sources) if source.kind in ("parameter", "buffer")}
+        self._trained = tuple(index[result.name] for result in step.results if result.kind == "gradient")
         self._generators = generators_of(step)
         self._tangents = tuple(i for i, source in enumerate(step.sources) if source.kind == "tangent")
         self._no_tangent = torch.empty(0)

@@ -12,6 +12,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
 
@@ -740,6 +741,36 @@ def test_everything_else_is_the_models_own(mlp: Case) -> None:
         with pytest.raises(InputError, match="can be neither copied nor pickled"):
             take(module)
     assert module(*mlp.inputs).isfinite()
+
+
+class OddBuffers(nn.Module):
+    """Buffers that are rather parameters: one gets a gradient, one changes, one is only read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("scale", torch.ones(4, requires_grad=True))
+        self.register_buffer("seen", nn.Parameter(torch.zeros(4), requires_grad=False))
+        self.register_buffer("shift", nn.Parameter(torch.ones(4)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.seen.mul_(0.9).add_(x.mean(0))
+        return (self.layer(x) * self.scale + self.shift + self.seen).tanh().sum()
+
+
+def test_buffers_may_require_a_gradient_and_be_parameters() -> None:
+    model = OddBuffers()
+    twin, x = copy.deepcopy(model), torch.randn(3, 4)
+    step = capture(model, x)
+    module = PlannedModule(step, keep_all(step.graph), PLENTY)
+    for _ in range(2):
+        module(x).backward()
+        twin(x).backward()
+    assert torch.equal(model.seen, twin.seen)
+    for name in ("layer.weight", "layer.bias", "scale", "shift"):
+        ours, theirs = attrgetter(name)(model).grad, attrgetter(name)(twin).grad
+        assert ours is not None and torch.equal(ours, theirs), name
 
 
 def test_what_is_added_to_a_module_is_the_models_and_no_part_of_the_plan() -> None:

@@ -22,7 +22,7 @@ from planner.bounds import least_bytes
 from planner.measure import StorageMeter, measure
 from planner.schedule import Compute, keep_all
 from planner.simulate import simulate
-from tests.test_execute import MODELS, Case
+from tests.test_execute import MODELS, Case, OddBuffers
 
 
 @functools.cache
@@ -119,6 +119,15 @@ def test_dropout_runs_again_with_its_first_mask() -> None:
     assert len(drawn) > len(set(drawn)) > 1
     assert done.outcome is not None
     case.check(done.outcome)
+
+
+def test_gradients_of_buffers_are_written_too() -> None:
+    model, x = OddBuffers(), torch.randn(3, 4)
+    step = capture(model, x)
+    done = run(step, 10**6, execute=True, inputs=x)
+    assert done.outcome is not None
+    done.outcome.write(model)
+    assert model.scale.grad is not None and model.scale.grad.any()
 
 
 def test_written_results_are_those_of_a_training_step(case: Case) -> None:
