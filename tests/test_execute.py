@@ -1002,6 +1002,91 @@ def test_numbers_that_come_from_outside_of_modules_may_not_change(kind: str, mon
         module(x)
 
 
+class Knob:
+    factor = 1.0  # an object gets its own when it is turned
+    epoch = 0
+
+
+class SlottedKnob:
+    __slots__ = ("epoch", "factor")
+
+    def __init__(self) -> None:
+        self.factor, self.epoch = 1.0, 0
+
+
+class Dashboard:
+    def __init__(self, knob: Any) -> None:
+        self._knob = knob
+
+    @property
+    def factor(self) -> Any:
+        return self._knob.factor
+
+    @staticmethod
+    def scaled(x: Tensor) -> Tensor:
+        return x * TURNED.factor
+
+
+class Wall:
+    knob: Any
+
+
+class Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return -gradient * TURNED.factor
+
+
+TURNED: Any = Knob()
+
+
+def losses_of(knob: Any) -> dict[str, Callable[..., Tensor]]:
+    """Losses that come to a knob by different ways."""
+    holder, listed, by_name = SimpleNamespace(inner=SimpleNamespace(knob=knob)), [knob], {"a": knob}
+    dashboard = Dashboard(knob)
+    Wall.knob = knob
+    return {
+        "object in an object": lambda x: x.square().sum() * holder.inner.knob.factor,
+        "default": lambda x, knob=knob: x.square().sum() * knob.factor,
+        "argument": functools.partial(lambda knob, x: x.square().sum() * knob.factor, knob),
+        "keyword": functools.partial(lambda x, knob: x.square().sum() * knob.factor, knob=knob),
+        "entry of a list": lambda x: torch.stack([x.square().sum() * knob.factor for knob in listed]).sum(),
+        "computed key": lambda x: torch.stack([x.square().sum() * by_name[key].factor for key in by_name]).sum(),
+        "all entries": lambda x: torch.stack([x.square().sum() * knob.factor for knob in by_name.values()]).sum(),
+        "property": lambda x: x.square().sum() * dashboard.factor,
+        "static method": lambda x: dashboard.scaled(x.square().sum()),
+        "class": lambda x: x.square().sum() * Wall.knob.factor,
+        "backward": lambda x: Reversed.apply(x.square().sum()),  # type: ignore[no-untyped-call]
+    }
+
+
+@pytest.mark.parametrize("kind", [Knob, SlottedKnob])
+@pytest.mark.parametrize("way", [*losses_of(Knob()), "hook", "forward of its own", "dict of a part"])
+def test_numbers_are_noticed_whatever_way_leads_to_them(way: str, kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    knob = kind()
+    monkeypatch.setitem(globals(), "TURNED", knob)
+    model, x = nn.Linear(8, 8), torch.randn(4, 8)
+    if way == "hook":
+        model.register_forward_hook(lambda _, inputs, output: output * knob.factor)
+    elif way == "forward of its own":
+        inner = model.forward
+        model.forward = lambda x: inner(x) * knob.factor  # type: ignore[method-assign]
+    elif way == "dict of a part":
+        model = Scaled()
+        monkeypatch.setattr(Scaled, "scaled", lambda self, x: x * self.knobs["one"].factor)
+        model.knobs = {"one": knob}
+    module = plan_of(model, 1.0, inputs=x, loss=losses_of(knob).get(way, lambda x: x.square().sum())).module()
+    knob.epoch = 1
+    module(x).backward()
+    knob.factor = 0.5
+    with pytest.raises(InputError, match=r"factor is 0\.5, but was 1\.0 when the step was captured"):
+        module(x)
+
+
 class Reduction(enum.Enum):
     SUM = 1
     MEAN = 2

@@ -6,9 +6,10 @@ import dis
 import enum
 import functools
 import inspect
+import itertools
 import sys
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from graphs.watching.fingerprint import described, same_plain
 
 _Read = Callable[[], Any]
 _LIBRARIES = sys.stdlib_module_names | {"numpy", "torch", "transformers"}  # what they name changes no step
+_SHORT = 64  # entries of a list or dict; a longer one is data
 _LASTING = types.FunctionType, types.BuiltinFunctionType, type, enum.Enum, nn.Module  # nobody makes these anew for each call
 
 
@@ -28,10 +30,12 @@ class Surroundings:
     """Plain values (numbers, text, dtypes), tensors, functions and modules that loss and forward name outside of the model: a
     factor that a schedule sets, a queue of past outputs.
 
-    Found by the names in their code: globals, variables of the functions around them, class attributes, and entries of the
-    objects, modules and dicts among these, and of objects that a part has as attributes (a configuration); in methods of the
-    same class and functions of the same file that they name, too. Of a module that is no part of model and loss (a teacher) all
-    attributes count. What a part has in its own attributes is the fingerprint's.
+    Found by the names in their code: globals, variables of the functions around them, what they have as defaults or (``partial``)
+    are given, and from there on attributes and entries that the code names, of objects in objects, classes, modules, dicts and
+    short lists, and of objects that a part has as attributes (a configuration); in methods and properties of the same class,
+    functions of the same file and autograd functions that they name, too. Of a module that is no part of model and loss (a
+    teacher) all attributes count. What a part has in its own attributes is the fingerprint's. In the code of installed packages
+    objects in objects do not count: these are such packages' own matters.
 
     What is there when this is made counts, so it is made before a trace; what the trace itself changes does not.
     """
@@ -44,6 +48,8 @@ class Surroundings:
         self._parts = dict.fromkeys(part for root in (model, loss) if isinstance(root, nn.Module) for part in root.modules())
         for part in self._parts:
             self._look(type(part).forward, type(part), part)
+            for function in (vars(part).get("forward"), *part._forward_pre_hooks.values(), *part._forward_hooks.values()):
+                self._look(function, None)
         if loss is not None and not isinstance(loss, nn.Module):
             self._look(loss, None)
 
@@ -69,7 +75,9 @@ class Surroundings:
     def _look(self, function: object, owner: type | None, of: object = None) -> None:
         """A function, and what it names. ``owner``: the class that it is a method of; ``of``: its object."""
         if isinstance(function, functools.partial):
-            self._note_entries(function.keywords, function.keywords.keys(), "the argument ")
+            code = self._names_in(_code(function))
+            self._note_all(function.keywords, function.keywords, "the argument ", code)
+            self._note_all(function, dict(enumerate(function.args)), "the argument ", code)
             self._look(function.func, None)
             return
         if isinstance(function, types.MethodType):
@@ -88,20 +96,20 @@ class Surroundings:
             self._note(id(around), name, functools.partial(around.get, name, ABSENT), code, around)
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             self._note(id(cell), name, functools.partial(_content, cell), code, None)
-        if isinstance(of, nn.Module) and of in self._parts:
-            for name in sorted(code.attributes & vars(of).keys()):
-                self._enter(f"{type(of).__name__}.{name}", vars(of)[name], code, around)
-        else:
-            self._note_entries(_attributes(of), code.attributes, f"{type(of).__name__}.")
-        for kind in owner.__mro__ if owner is not None else ():
-            if kind.__module__.partition(".")[0] in _LIBRARIES:
-                break
+        self._note_all(function, _defaults(function), "", code)
+        for name in sorted(code.attributes & _attributes(of).keys()):
+            label, read = f"{type(of).__name__}.{name}", functools.partial(_attribute, of, name)
+            if isinstance(of, nn.Module) and of in self._parts:
+                self._enter(label, read, code, around)
+            else:
+                self._note(id(of), label, read, code, around)
+        holder = owner if of is None or (isinstance(of, nn.Module) and of in self._parts) else of
+        for kind in _own_classes(owner):
             for name in sorted(code.attributes & vars(kind).keys()):
-                found = vars(kind)[name]
-                if isinstance(found, types.FunctionType):
+                if (found := _function(vars(kind)[name])) is not None:
                     self._look(found, owner, of)
-                elif _counts(found):
-                    self._note_entries(vars(kind), [name], f"{kind.__name__}.")
+                else:
+                    self._note(id(holder), f"{kind.__name__}.{name}", functools.partial(_attribute, holder, name), code, around)
 
     def _look_at_method(self, function: object, of: object) -> None:
         if isinstance(function, types.FunctionType) and not (isinstance(of, nn.Module) and of in self._parts):
@@ -115,42 +123,75 @@ class Surroundings:
             self._add(holder, name, read, value)
         if _counts(value):
             self._add(holder, name, read, value)
-        else:
-            self._enter(name, value, code, around)
+        self._enter(name, read, code, around)
 
-    def _enter(self, name: str, value: object, code: _Names, around: dict[str, Any] | None) -> None:
+    def _note_all(self, holder: object, values: Mapping[Any, Any], before: str, code: _Names) -> None:
+        """What a function has got by its definition."""
+        for key in values:
+            self._note(id(holder), f"{before}{key}", functools.partial(values.get, key, ABSENT), code, None)
+
+    def _enter(self, name: str, read: _Read, code: _Names, around: dict[str, Any] | None) -> None:
         """What is in something that is named ``name``."""
-        if _counts(value):
+        value = read()
+        if isinstance(value, Tensor) or (not isinstance(value, tuple) and same_plain(value, value)):
             return
+        if (id(value), code) in self._seen:
+            return
+        self._seen.add((id(value), code))
         if isinstance(value, types.FunctionType):
             if around is None or value.__globals__ is around:
                 self._look(value, None)
         elif isinstance(value, functools.partial | types.MethodType):
             self._look(value, None)
-        elif type(value) is list:
-            if same_plain(tuple(value), tuple(value)):
-                self._add(id(value), name, functools.partial(tuple, value), tuple(value))
+        elif type(value) in (list, tuple):
+            if type(value) is list:
+                self._add(id(value), name, functools.partial(_as_tuple, read), tuple(value))
+            for i in range(len(value) if len(value) <= _SHORT else 0):
+                self._note_in(value, f"{name}[{i}]", functools.partial(_item, read, i), code, around)
         elif isinstance(value, nn.Module):
             for path, part in value.named_modules() if value not in self._parts else ():
                 for entries in (vars(part), part._parameters, part._buffers):
-                    self._note_entries(entries, entries.keys(), f"{name}.{path}." if path else f"{name}.")
+                    for key in entries:
+                        if _counts(entries[key]):
+                            label = f"{name}.{path}.{key}" if path else f"{name}.{key}"
+                            self._add(id(entries), label, functools.partial(entries.get, key, ABSENT), entries[key])
                 self._look(type(part).forward, type(part))
-        elif type(value) is dict:
-            self._note_entries(value, code.texts, f"{name}: ")
+        elif isinstance(value, dict):
+            whole = name.rpartition(".")[2] in code.whole and len(value) <= _SHORT
+            if whole:
+                self._add(id(value), f"list({name})", functools.partial(_as_tuple, read), tuple(value))
+            named = code.keys if type(value) is dict else code.keys | code.attributes
+            for key in value if whole else sorted(value.keys() & named, key=str):
+                self._note_in(value, f"{name}: {key}", functools.partial(_item, read, key), code, around)
         elif isinstance(value, types.ModuleType):
             if value.__name__.partition(".")[0] not in _LIBRARIES:
-                self._note_entries(vars(value), code.attributes, f"{name}.")
-        elif not isinstance(value, type):
-            self._note_entries(_attributes(value), code.attributes, f"{name}.")
+                self._note_attributes(name, read, code, around)
+        elif isinstance(value, type):
+            if not issubclass(value, enum.Enum):
+                self._note_attributes(name, read, code, around)
+                steps = {"forward", "setup_context", "backward"} if issubclass(value, torch.autograd.Function) else set()
+                for kind in _own_classes(value):
+                    for key in sorted((code.attributes | steps) & vars(kind).keys()):
+                        self._look(_function(vars(kind)[key]), value)
+        else:
+            self._note_attributes(name, read, code, around)
             for method in ("__call__", *sorted(code.attributes)):
-                self._look_at_method(inspect.getattr_static(type(value), method, None), value)
+                self._look_at_method(_function(inspect.getattr_static(type(value), method, None)), value)
 
-    def _note_entries(self, holder: Any, keys: Any, before: str) -> None:
-        """Those of the named entries of a dict that count."""
-        for key in keys:
-            value = holder.get(key, ABSENT)
-            if _counts(value):
-                self._add(id(holder), f"{before}{key}", functools.partial(holder.get, key, ABSENT), value)
+    def _note_attributes(self, name: str, read: _Read, code: _Names, around: dict[str, Any] | None) -> None:
+        value = read()
+        has = set(_attributes(value))
+        for kind in _own_classes(value if isinstance(value, type) else type(value)):
+            has |= {key for key, found in vars(kind).items() if _function(found) is None}
+        for key in sorted(code.attributes & has):
+            self._note_in(value, f"{name}.{key}", functools.partial(_attribute_of, read, key), code, around)
+
+    def _note_in(self, holder: object, name: str, read: _Read, code: _Names, around: dict[str, Any] | None) -> None:
+        """What is in something else."""
+        if not code.installed:
+            self._note(id(holder), name, read, code, around)
+        elif _counts(value := read()):
+            self._add(id(holder), name, read, value)
 
     def _add(self, holder: int, name: str, read: _Read, value: Any) -> None:
         if (holder, name) not in self._labels:
@@ -198,7 +239,65 @@ def _compared(now: object, then: object) -> str:
 
 def _attributes(value: object) -> dict[str, Any]:
     found = getattr(value, "__dict__", None)
-    return found if type(found) is dict else {}
+    if type(found) is dict:
+        return found
+    members = [vars(kind).items() for kind in type(value).__mro__ if "__slots__" in vars(kind)]
+    slots = [name for entries in members for name, found in entries if isinstance(found, types.MemberDescriptorType)]
+    return {name: getattr(value, name) for name in slots if hasattr(value, name)}
+
+
+def _own_classes(kind: type | None) -> Iterable[type]:
+    """A class and those it inherits from, up to the first of a library."""
+    return itertools.takewhile(lambda each: each.__module__.partition(".")[0] not in _LIBRARIES, kind.__mro__ if kind else ())
+
+
+def _attribute(value: object, key: str) -> Any:
+    """An attribute of an object, else of its class, or of a class."""
+    own = _attributes(value)
+    if key in own:
+        return own[key]
+    for kind in (value if isinstance(value, type) else type(value)).__mro__:
+        if key in vars(kind):
+            return vars(kind)[key]
+    return ABSENT
+
+
+def _attribute_of(read: _Read, key: str) -> Any:
+    return _attribute(read(), key)
+
+
+def _item(read: _Read, key: Any) -> Any:
+    value = read()
+    try:
+        return dict.get(value, key, ABSENT) if isinstance(value, dict) else value[key]  # no default is made
+    except (TypeError, LookupError):  # something else is there now
+        return ABSENT
+
+
+def _as_tuple(read: _Read) -> Any:
+    value = read()
+    return tuple(value) if isinstance(value, list | dict) else value
+
+
+def _function(found: object) -> types.FunctionType | None:
+    """The function of a method or property that a class has."""
+    found = found.fget if isinstance(found, property) else found
+    found = found.__func__ if isinstance(found, staticmethod | classmethod) else found
+    return found if isinstance(found, types.FunctionType) else None
+
+
+def _code(function: object) -> types.CodeType:
+    while isinstance(function, functools.partial):
+        function = function.func
+    found = getattr(function, "__code__", None)
+    if found is None:
+        found = getattr(inspect.getattr_static(type(function), "__call__", None), "__code__", None)
+    return found if isinstance(found, types.CodeType) else _item.__code__
+
+
+def _defaults(function: types.FunctionType) -> dict[str, Any]:
+    given, names = function.__defaults__ or (), function.__code__.co_varnames[: function.__code__.co_argcount]
+    return {**dict(zip(names[len(names) - len(given) :], given, strict=True)), **(function.__kwdefaults__ or {})}
 
 
 def _content(cell: types.CellType) -> Any:
@@ -209,19 +308,38 @@ def _content(cell: types.CellType) -> Any:
 
 
 class _Names:
-    """Globals and attributes that a function and those in it read, and the texts in them, which may be keys."""
+    """Globals and attributes that a function and those in it read, and the texts and numbers in them, which may be keys.
+
+    whole      names of what is gone through, or asked for keys that are no constants
+    installed  whether it is the code of an installed package
+    """
 
     def __init__(self, code: types.CodeType) -> None:
         self.globals: set[str] = set()
         self.attributes: set[str] = set()
-        self.texts: set[str] = set()
+        self.keys: set[Any] = set()
+        self.whole: set[str] = set()
+        self.installed = "site-packages" in code.co_filename
         codes = [code]
         while codes:
             code = codes.pop()
             codes += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
-            self.texts |= {constant for constant in code.co_consts if isinstance(constant, str)}
-            for instruction in dis.get_instructions(code):
+            self.keys |= {constant for constant in code.co_consts if isinstance(constant, str | int)}
+            instructions = list(dis.get_instructions(code))
+            for i, instruction in enumerate(instructions):
                 if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
                     self.globals.add(instruction.argval)
                 elif instruction.opname in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"):
                     self.attributes.add(instruction.argval)
+                if instruction.opname.startswith("LOAD_") and _is_whole(instructions[i + 1 : i + 3]):
+                    self.whole.add(str(instruction.argval))
+
+
+def _is_whole(following: Sequence[dis.Instruction]) -> bool:
+    """Whether what comes after a name takes all entries of what it stands for, or one that is not known beforehand."""
+    names = [instruction.opname for instruction in following]
+    if names[:1] == ["GET_ITER"] or following[0].argval in ("items", "values"):
+        return True
+    if len(names) < 2 or not names[0].startswith("LOAD_") or names[0] in ("LOAD_CONST", "LOAD_SMALL_INT"):
+        return False
+    return names[1] == "BINARY_SUBSCR" or following[1].argrepr == "[]"  # from Python 3.14 on
