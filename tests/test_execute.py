@@ -16,6 +16,7 @@ from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -1084,6 +1085,17 @@ def test_numbers_are_noticed_whatever_way_leads_to_them(way: str, kind: type, mo
     module(x).backward()
     knob.factor = 0.5
     with pytest.raises(InputError, match=r"factor is 0\.5, but was 1\.0 when the step was captured"):
+        module(x)
+
+
+def test_numbers_of_numpy_are_compared_like_others() -> None:
+    factor = np.float32(1.0)
+    model, x = nn.Linear(8, 8), torch.randn(4, 8)
+    module = plan_of(model, 1.0, inputs=x, loss=lambda x: x.square().sum() * float(factor)).module()
+    factor = np.float32(1.0)  # by a schedule that is still where it was
+    module(x).backward()
+    factor = np.float32(0.5)
+    with pytest.raises(InputError, match=r"factor is .*0\.5.*, but was .*1\.0"):
         module(x)
 
 

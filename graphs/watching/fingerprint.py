@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -16,7 +17,7 @@ from graphs.torch_private.patching import ABSENT
 # The parts of every nn.Module that hold its tensors, its children and its mode; each has its own check.
 OWN = frozenset({"__class__", "__dict__", "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "training"})
 _HOOKS = "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, np.generic)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,4 +189,4 @@ def same_plain(a: object, b: object) -> bool:
     """Whether two values are plain, or tuples of plain ones, and equal (NaN equals NaN)."""
     if isinstance(a, tuple) and isinstance(b, tuple):
         return len(a) == len(b) and all(x is y or same_plain(x, y) for x, y in zip(a, b, strict=True))
-    return type(a) is type(b) and isinstance(a, _PLAIN) and (a == b or (a != a and b != b))
+    return type(a) is type(b) and isinstance(a, _PLAIN) and bool(a == b or (a != a and b != b))
