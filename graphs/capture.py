@@ -190,11 +190,6 @@ def capture(
     parameters = {key for key, _ in model.named_parameters()}  # one may be registered as a buffer, which makes it a buffer
     sources, tensors = _sources(joint, state, parameters, leaves, form)
     for node, tensor in lift_constants(joint.module):
-        if tensor.requires_grad:
-            raise CaptureError(
-                f"{name} uses a tensor of shape {tuple(tensor.shape)} that requires a gradient but is no parameter of the "
-                f"model; register it as an nn.Parameter or detach it"
-            )
         sources.append(Source("constant", node.name))
         tensors.append(tensor)
     surroundings.settle(

@@ -875,6 +875,7 @@ def test_what_lies_beside_a_buffer_that_changes_may_be_read() -> None:
 
 
 UNREGISTERED = torch.ones(8, requires_grad=True)
+TEACHER = nn.Linear(8, 8)
 
 
 class TransformerBlock(nn.Module):
@@ -1253,7 +1254,10 @@ REFUSED: dict[str, tuple[Callable[[], Step], str]] = {
     "momentum of None": (lambda: capture(averaging_norm(), x8, loss=square), "^1 averages .*give it a momentum"),
     "attribute wants gradient": (
         lambda: capture(Lambda(lambda m, x: square(m.linear(x) * UNREGISTERED)), x8),
-        "requires a gradient but is no parameter",
+        r"requires a gradient but is no parameter .*detach it",
+    ),
+    "teacher wants gradient": (
+        lambda: capture(linear(), x8, loss=lambda y: square(y - TEACHER(y))), "requires a gradient but is no parameter"
     ),
     "gradient hook": (lambda: capture(with_hook(), x8, loss=square), "weight has a gradient hook"),
     "wrapped": (lambda: capture(nn.DataParallel(linear()), x8, loss=square), "wraps another module; capture that one"),

@@ -1099,6 +1099,34 @@ def test_numbers_of_numpy_are_compared_like_others() -> None:
         module(x)
 
 
+def test_a_teacher_that_is_called_without_gradients_may_require_them() -> None:
+    x, teacher = torch.randn(8, 6), nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3)).eval()
+
+    def loss(out: Tensor) -> Tensor:
+        with torch.no_grad():
+            target = teacher(x)
+        return (out - target).square().sum()
+
+    def step(student: nn.Module, run: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        found = []
+        for _ in range(3):
+            student.zero_grad()
+            run(x).backward()
+            found += [parameter.grad.clone() for parameter in student.parameters() if parameter.grad is not None]
+            with torch.no_grad():  # a moving average, say
+                for parameter in teacher.parameters():
+                    parameter.mul_(1.25)
+        return found
+
+    student = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
+    before = copy.deepcopy(teacher.state_dict())
+    plain = step(student, lambda x: loss(student(x)))
+    teacher.load_state_dict(before)
+    planned = step(student, plan_of(student, 1.0, inputs=x, loss=loss).module())
+    assert len(plain) == len(planned) == 12 and all(map(torch.equal, plain, planned))
+    assert all(parameter.requires_grad and parameter.grad is None for parameter in teacher.parameters())
+
+
 class Reduction(enum.Enum):
     SUM = 1
     MEAN = 2

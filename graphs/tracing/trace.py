@@ -19,7 +19,7 @@ from graphs.errors import CaptureError
 from graphs.rewriting.nodes import calls_foreign
 from graphs.rewriting.rewrites import read_sources_directly
 from graphs.torch_private.joint import Joint, as_if_compiling, selective_checkpoints_off, trace_joint
-from graphs.torch_private.names import DATA_DEPENDENT, TreeSpec, tree_unflatten
+from graphs.torch_private.names import DATA_DEPENDENT, FakeTensor, FunctionalTensor, TreeSpec, tree_unflatten
 from graphs.torch_private.running import around_backwards, holding
 from graphs.torch_private.stand_ins import to_fake
 from graphs.tracing.body import Body
@@ -145,6 +145,7 @@ class _Attempts:
         finally:
             self._in_call = False
         assert isinstance(loss, Tensor)
+        _refuse_other_gradients(self.name, loss)
         for key in given:
             if after[key] is not passed[key]:
                 _assigned(self.name, key.removeprefix("model."), given[key], after[key])
@@ -179,6 +180,24 @@ class _Attempts:
                     f"{key.removeprefix('model.')} where a captured step would not see it; use torch.autograd.grad, and return "
                     f"what belongs to a parameter from the backward"
                 )
+
+
+def _refuse_other_gradients(name: str, loss: Tensor) -> None:
+    """A step has the gradients of its parameters only, which are stand-ins here. From the loss, a teacher that was called without
+    gradients is not reached."""
+    seen, todo = set[Any](), [loss.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        todo += [before for before, _ in node.next_functions]
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, Tensor) and not isinstance(leaf, FunctionalTensor | FakeTensor):
+            raise CaptureError(
+                f"{name} uses a tensor of shape {tuple(leaf.shape)} that requires a gradient but is no parameter of the model; "
+                f"register it as an nn.Parameter, or detach it (on the parameters of a teacher: requires_grad_(False))"
+            )
 
 
 def _assigned(name: str, key: str, before: Tensor, after: object) -> None:
