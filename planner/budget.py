@@ -8,6 +8,7 @@ from numbers import Integral
 
 from graphs.errors import InputError
 
+EXACT = 2**53  # every whole number up to here is a float
 _UNITS = {"": 1, "b": 1} | {
     f"{prefix}{suffix}": base**power
     for power, prefix in enumerate("kmgt", start=1)
@@ -24,8 +25,8 @@ def resolve_budget(budget: int | float | str, keep_all_peak_bytes: int) -> int:
     Raises InputError on anything else.
     """
     given = _parsed(budget)
-    if isinstance(given, float):
-        return int(given * keep_all_peak_bytes)
+    if isinstance(given, float):  # beyond 2**53 bytes, a product of floats would not be whole bytes
+        return int((given if keep_all_peak_bytes <= EXACT else Fraction(given)) * keep_all_peak_bytes)
     if given <= 0 and not given == keep_all_peak_bytes == 0:  # a graph that holds nothing needs nothing
         raise _unusable(budget)
     return given

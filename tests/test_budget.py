@@ -53,6 +53,12 @@ def test_budgets_in_bytes(budget: int | float | str, size_bytes: int) -> None:
     assert found == size_bytes and type(found) is int
 
 
+@pytest.mark.parametrize("peak_bytes", [2**53 - 1, 2**53 + 1, 2**60 + 1, 2**61 - 1, pytest.param(10**400 + 1, id="10**400")])
+def test_shares_of_more_bytes_than_floats_hold_are_exact(peak_bytes: int) -> None:
+    assert [resolve_budget(whole, peak_bytes) for whole in (1.0, "1.0", "100%", np.float64(1))] == [peak_bytes] * 4
+    assert resolve_budget(0.5, peak_bytes) == peak_bytes // 2
+
+
 @pytest.mark.parametrize(
     "budget",
     [
