@@ -344,7 +344,8 @@ def play(engine: Engine, program: Program, declared: Engine | None = None) -> tu
     except OutOfMemory as error:
         named = ((program.names[s], program.size_bytes[s]) for s in error.held)
         held = tuple(sorted(named, key=lambda entry: -entry[1]))
-        return RunStatus.OUT_OF_MEMORY, Failure(program.calls[error.op].name, error.asked_bytes, held, error.short_bytes)
+        name = program.calls[error.op].name if program.calls else "the start"  # what is there from the start may not fit already
+        return RunStatus.OUT_OF_MEMORY, Failure(name, error.asked_bytes, held, error.short_bytes)
     except Thrashed:
         return RunStatus.THRASHED, None
     return RunStatus.COMPLETED, None

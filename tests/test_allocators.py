@@ -186,6 +186,15 @@ def test_rules_that_need_addresses_say_so(name: str) -> None:
         run(random_graph(1), 1.0, heuristic=f"{name}+bytes")
 
 
+@pytest.mark.parametrize("name", ADDRESS_HEURISTICS)
+def test_what_is_there_from_the_start_may_not_fit_in_blocks(name: str) -> None:
+    nothing_runs = Graph("inputs", (), (Value("x", 5),), frozenset({0}), frozenset({0}))
+    found = run(nothing_runs, 5, heuristic=name)
+    assert found.status is RunStatus.OUT_OF_MEMORY and found.failure is not None
+    assert (found.failure.op, found.failure.asked_bytes) == ("the start", 5)
+    assert run(nothing_runs, 512, heuristic=name).completed
+
+
 def test_a_window_needs_an_arena() -> None:
     with pytest.raises(InputError, match="one arena"):
         run(random_graph(1), 1.0, heuristic="coop", allocator="caching")
