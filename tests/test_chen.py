@@ -200,6 +200,21 @@ def test_an_interruption_keeps_what_was_found(monkeypatch: pytest.MonkeyPatch) -
     assert found.notes["stopped"] == "interrupted" and found.schedule is not None
 
 
+@pytest.mark.parametrize(("method", "at"), [("chen_greedy", 3), ("chen_sqrt", 2)])
+def test_an_interruption_is_said_where_nothing_fits(method: str, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    take, taken = Trials.take, [0]
+
+    def interrupted(trials: Trials, checkpoints: Iterable[int]) -> bool:
+        taken[0] += 1
+        if taken[0] == at:
+            raise KeyboardInterrupt
+        return take(trials, checkpoints)
+
+    monkeypatch.setattr(Trials, "take", interrupted)
+    found = solve(chain(9), 4, method=method)
+    assert found.status is Status.UNKNOWN and found.notes["stopped"] == "interrupted"
+
+
 def test_one_b_instead_of_the_sweep() -> None:
     graph = chain(12)
     found = chen_greedy(graph, 10**6, b_bytes=2, candidates="linearized")

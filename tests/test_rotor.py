@@ -14,7 +14,7 @@ from graphs import Graph, InputError, Op, Value
 from graphs.synthetic import chain, linear_network, random_training
 from planner import Status, keep_all, simulate, solve
 from planner.chains.chain import Stage, chain_of_ops
-from planner.chains.chain_dp import ChainProgram, Way
+from planner.chains.chain_dp import ChainProgram, Tables, Way
 from planner.methods.rotor import solve as rotor
 from planner.schedule import with_frees
 from tests.chains import random_chain
@@ -261,3 +261,12 @@ def with_masks(graph: Graph) -> Graph:
             op = replace(op, inputs=(*op.inputs, len(values) - 1))
         ops.append(op)
     return replace(graph, ops=tuple(ops), values=tuple(values))
+
+
+def test_an_interruption_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Tables, "_solve", interrupted)
+    found = rotor(chain(8), 6)
+    assert found.status is Status.UNKNOWN and found.notes["stopped"] == "interrupted"

@@ -36,13 +36,16 @@ def solve(
     trials = Trials(graph, budget_bytes)
     asked = kinds(candidates)
     if not search.hopeless():
-        for kind in asked:
-            if trials.take(every_root(graph, kind)):
-                search.notes["candidates"] = kind
+        try:
+            for kind in asked:
+                if trials.take(every_root(graph, kind)):
+                    search.notes["candidates"] = kind
+        except KeyboardInterrupt:
+            search.notes["stopped"] = "interrupted"
         search.best = trials.schedule
-        if search.best is None:
+        if search.best is not None:
+            search.notes["checkpoints"] = len(trials.checkpoints)
+        elif "stopped" not in search.notes:
             search.notes["needs_bytes"] = trials.needs_bytes
             search.notes["stopped"] = f"the square-root rule needs {trials.needs_bytes:,} bytes"
-        else:
-            search.notes["checkpoints"] = len(trials.checkpoints)
     return search.plan("chen_sqrt", seed=seed)

@@ -32,7 +32,8 @@ def solve(
 ) -> Plan:
     """The cheapest persistent schedule of a chain; ``bound_ns`` is the keep-all time, the only bound on schedules of all kinds.
 
-    time_limit_s  give up after this long: there is no schedule before the end, and time grows with the cube of the stages
+    time_limit_s  give up after this long, as on Ctrl-C: there is no schedule before the end, and time grows with the cube of the
+                  stages
     slots         memory units of the budget at most; where the sizes' common divisor gives fewer units, nothing is rounded, and
                   ``notes["persistent_bound_ns"]`` is the least time of all persistent schedules
 
@@ -42,7 +43,10 @@ def solve(
     check_positive(slots=slots)
     search = Incumbent(graph, budget_bytes, gap, time_limit_s)
     chain = chain_of_ops(graph)
-    program = ChainProgram(chain, [[Way(stage.forward, stage.backward)] for stage in chain.stages])
     if not search.hopeless():
-        search.best, search.notes = solve_chain(program, budget_bytes, slots, time_limit_s=time_limit_s)
+        try:
+            program = ChainProgram(chain, [[Way(stage.forward, stage.backward)] for stage in chain.stages])
+            search.best, search.notes = solve_chain(program, budget_bytes, slots, time_limit_s=time_limit_s)
+        except KeyboardInterrupt:
+            search.notes["stopped"] = "interrupted"
     return search.plan("rotor", seed=seed)
