@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from graphs.ir import Graph
@@ -13,6 +14,9 @@ from planner.bounds import least_bytes
 from planner.result import Plan
 from planner.schedule import Schedule
 from planner.simulate import Trace, simulate
+
+REPLAY_WORK = 400_000  # a second, by a slow machine: runs, and values that they read and make, of a sequence freed and simulated
+REPLAY_S = 0.5  # beyond the time limit, for the last one
 
 
 @dataclass
@@ -106,6 +110,18 @@ class Incumbent:
             return False
         self.notes["stopped"] = "time limit"
         return True
+
+    def in_time(self, runs: Iterable[int]) -> bool:
+        """Whether there is time to free and simulate a sequence, which cannot be stopped; if not, the notes say so."""
+        left_s = self.deadline - time.perf_counter() + REPLAY_S
+        if sum(map(self._widths.__getitem__, runs)) <= REPLAY_WORK * left_s:
+            return True
+        self.notes["stopped"] = "time limit"
+        return False
+
+    @cached_property
+    def _widths(self) -> list[int]:
+        return [1 + len(op.inputs) + len(op.outputs) for op in self.graph.ops]
 
     def exhausted(self) -> bool:
         """Whether no order can be much better than the best one, or time is up, which the notes then say."""

@@ -9,13 +9,17 @@ from functools import cache
 
 import pytest
 
-from graphs import InputError, Value
+from graphs import Graph, InputError, Value
 from graphs.synthetic import chain, linear_network, random_training
 from planner import Status, keep_all, simulate, solve
 from planner.chains.chain import chain_of_ops
+from planner.methods import revolve as revolve_module
 from planner.methods.revolve import equal_layers, first_jump, forward_runs
 from planner.methods.revolve import solve as revolve
+from planner.schedule import Schedule
+from planner.simulate import Trace
 from tests.chains import random_chain, vgg19
+from tests.clock import stopwatch
 from tests.oracles import least_time
 
 UNIT_CHAIN = [(3, 45), (4, 26), (5, 22), (6, 21), (7, 20), (8, 19), (9, 18), (10, 17)]  # budget, runs: 8 layers
@@ -49,6 +53,41 @@ def test_thousands_of_layers_take_seconds() -> None:
     found = solve(chain(2_500), 200, method="revolve")
     assert found.time_ns == 5_001 + forward_runs(2_501, found.notes["slots"]) - 2_500
     assert time.process_time() - began < 20
+
+
+def test_few_checkpoints_of_many_layers_stop_at_the_time_limit() -> None:
+    graph = chain(3_000)  # 4.5 million runs with one checkpoint
+    for time_limit_s in (0.0, 1.0):
+        taken_s = stopwatch()
+        found = revolve(graph, 4, time_limit_s=time_limit_s)
+        assert taken_s() <= 1.1 * time_limit_s + 1
+        assert found.status is Status.UNKNOWN and found.notes["stopped"] == "time limit"
+    few = revolve(chain(30), 4, time_limit_s=0)
+    assert few.schedule is not None and few.notes["slots"] == 2
+
+
+def test_too_long_a_sequence_is_said_and_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(revolve_module, "MAX_RUNS", 40)
+    found = revolve(chain(16), 4)
+    assert found.status is Status.UNKNOWN and "more than 40 runs" in found.notes["stopped"]
+    found = revolve(chain(8), 8)
+    assert found.notes["slots"] == 6 and found.status is Status.OPTIMAL
+
+
+def test_an_interruption_keeps_what_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, tried = chain(16), [0]
+    whole = revolve(graph, 12)
+
+    def interrupted(graph: Graph, schedule: Schedule) -> Trace:
+        tried[0] += 1
+        if tried[0] == 4:
+            raise KeyboardInterrupt
+        return simulate(graph, schedule)
+
+    monkeypatch.setattr(revolve_module, "simulate", interrupted)
+    found = revolve(graph, 12)
+    assert found.notes["stopped"] == "interrupted" and found.status is Status.FEASIBLE
+    assert 1 <= found.notes["slots"] < whole.notes["slots"] and found.bound_ns == graph.keep_all_time_ns
 
 
 def test_the_longest_chain_of_r_runs_a_step() -> None:

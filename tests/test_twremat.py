@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator
 from itertools import pairwise
 from random import Random
@@ -307,6 +308,30 @@ def test_too_long_a_sequence_is_said_and_not_written(monkeypatch: pytest.MonkeyP
     found = solve(graph, 8, variants=False)
     assert found.status is Status.UNKNOWN
     assert "40 runs" in found.notes["stopped"]
+
+
+def branches(n: int) -> Graph:
+    """Branches of two ops from one op to a sum, which as many outputs read: made one by one, each takes a run of all."""
+    reads: list[set[int]] = [set(), *({0} for _ in range(n)), *({1 + i} for i in range(n)), set(range(1 + n, 1 + 2 * n))]
+    graph = unit_graph([*reads, *({1 + 2 * n, 1 + i} for i in range(n))], f"branches_{n}")
+    return Graph(graph.name, graph.ops, graph.values, graph.resident, frozenset(range(2 + 2 * n, 2 + 3 * n)))
+
+
+def test_long_sequences_keep_the_time_limit() -> None:
+    graph = branches(400)
+    taken_s = stopwatch()
+    tree = decompose(graph)
+    time_limit_s = 2 * taken_s() + 0.5
+    taken_s = stopwatch()
+    found = solve(graph, 500, time_limit_s=time_limit_s)
+    assert taken_s() <= 1.1 * time_limit_s + 1
+    assert found.notes["stopped"].startswith("time limit")
+    runs = remat(graph, tree, together=False)
+    assert runs is not None and len(runs) > 100_000
+    with pytest.raises(TimeoutError):
+        forward_pass(graph, runs, 500, deadline=time.perf_counter())
+    with pytest.raises(TimeoutError):
+        remat(graph, tree, deadline=time.perf_counter())
 
 
 def test_an_interruption_keeps_what_was_found() -> None:

@@ -23,13 +23,15 @@ from planner.result import Plan
 from planner.schedule import Schedule, keep_all, with_frees
 from planner.simulate import simulate
 
+MAX_RUNS = 5_000_000  # a longer sequence is not written out: few checkpoints for many steps take that many
+
 
 def solve(
     graph: Graph,
     budget_bytes: int,
     *,
     gap: float = 0.0,
-    time_limit_s: float = 0.0,
+    time_limit_s: float = 60.0,
     seed: int = 0,
     start: Schedule | None = None,
     progress: Callable[..., None] | None = None,
@@ -41,9 +43,11 @@ def solve(
     backward op costs nothing (Aupy, Herrmann, Hovland, Robert, SIAM J. Sci. Comput. 2016). Elsewhere ``bound_ns`` is the keep-all
     time. The number of checkpoints is bisected: more of them take more memory and less time.
 
+    time_limit_s  stop the bisection after this long; Ctrl-C stops it at once. Either way the best so far is returned
+
     Raises InputError naming the op where the graph is not a chain, or where a forward op may not run twice.
     """
-    search = Incumbent(graph, budget_bytes, gap)
+    search = Incumbent(graph, budget_bytes, gap, time_limit_s)
     chain = chain_of_ops(graph)
     for stage in chain.stages:
         for i in stage.forward:
@@ -52,26 +56,43 @@ def solve(
                     f"{graph.name}: op {i} ({graph.ops[i].name}) has an outside effect and cannot run again, as Revolve would "
                     "have it; method rotor takes such chains"
                 )
-    notes, steps = search.notes, len(chain.stages)
-    notes["stages"] = steps
-    if not search.hopeless() and search.offer(keep_all(graph), "keep all").peak_bytes > budget_bytes:
-        fits, fails = 0, steps + 1  # numbers of slots
-        while fails - fits > 1:
-            slots = (fits + fails) // 2 if fits or fails <= steps else steps  # all of them first
-            tried = with_frees(graph, _ops(chain, slots))
-            trace = simulate(graph, tried)
-            if trace.peak_bytes <= budget_bytes:
-                fits, search.best, time_ns = slots, tried, trace.time_ns
-            else:
-                fails, needs_bytes = slots, trace.peak_bytes
-        if search.best is None:
-            notes["needs_bytes"] = needs_bytes
-            notes["stopped"] = f"its smallest schedule, with one checkpoint, needs {needs_bytes:,} bytes"
-        else:
-            notes["slots"] = fits
-            if equal_layers(chain):
-                search.bound_ns = time_ns
+    search.notes["stages"] = len(chain.stages)
+    if not search.hopeless():
+        try:
+            if search.offer(keep_all(graph), "keep all").peak_bytes > budget_bytes:
+                _bisect(search, chain)
+        except KeyboardInterrupt:
+            search.notes["stopped"] = "interrupted"
     return search.plan("revolve", seed=seed)
+
+
+def _bisect(search: Incumbent, chain: Chain) -> None:
+    """Take the schedule for the most checkpoints that fit."""
+    graph, notes = search.graph, search.notes
+    steps = len(chain.stages)
+    fits, fails = 0, steps + 1  # numbers of slots
+    while fails - fits > 1:
+        slots = (fits + fails) // 2 if fits or fails <= steps else steps  # all of them first
+        runs = _ops(chain, slots)
+        if runs is None:
+            notes["stopped"] = f"the sequence for {slots} checkpoints has more than {MAX_RUNS:,} runs and is not written out"
+        if runs is None or not search.in_time(runs):
+            break
+        tried = with_frees(graph, runs)
+        trace = simulate(graph, tried)
+        if trace.peak_bytes <= search.budget_bytes:
+            fits, search.best, search.time_ns = slots, tried, trace.time_ns
+            notes["slots"] = slots
+        else:
+            fails, notes["needs_bytes"] = slots, trace.peak_bytes
+    if search.best is None:
+        if "stopped" not in notes:
+            notes["stopped"] = f"its smallest schedule, with one checkpoint, needs {notes['needs_bytes']:,} bytes"
+        return
+    notes.pop("needs_bytes", None)
+    if fails - fits == 1 and equal_layers(chain):
+        assert search.time_ns is not None
+        search.bound_ns = search.time_ns
 
 
 @functools.cache
@@ -129,14 +150,18 @@ def equal_layers(chain: Chain) -> bool:
     return graph.outputs - graph.resident == gradient
 
 
-def _ops(chain: Chain, slots: int) -> list[int]:
-    """The ops of the schedule: forward runs of whole stages, and backward passes from the last stage to the first."""
+def _ops(chain: Chain, slots: int) -> list[int] | None:
+    """The ops of the schedule: forward runs of whole stages, and backward passes from the last stage to the first. None where
+    there are more than ``MAX_RUNS``.
+    """
     graph = chain.graph
     runs: list[int] = []
     # Entries: (first stage, last stage, slots, whether the last stage is the chain's last and has not run yet). The first
     # stage's input is kept and has one of the slots.
     stack = [(0, len(chain.stages) - 1, slots, True)]
     while stack:
+        if len(runs) > MAX_RUNS:
+            return None
         low, high, left, fresh = stack.pop()
         if low == high:
             stage = chain.stages[low]

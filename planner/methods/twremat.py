@@ -38,6 +38,8 @@ METHOD = "twremat"
 PASSES = 6  # as published
 MAX_RUNS = 1_000_000  # a longer sequence is not written out (wide bags over many levels: the length can be exponential in levels)
 
+CHUNK = 1_000  # runs of a pass between two looks at the clock
+
 
 def solve(
     graph: Graph,
@@ -70,6 +72,8 @@ def solve(
             if start is not None:
                 search.offer(start, "start")
             _run(search, seed, variants)
+        except TimeoutError:
+            search.out_of_time()
         except KeyboardInterrupt:
             search.notes["stopped"] = "interrupted"
         if search.best is None:
@@ -78,32 +82,30 @@ def solve(
 
 
 def _run(search: Incumbent, seed: int, variants: bool) -> None:
-    """The published sequence, then its variants from the root down, each with its budget passes."""
+    """The published sequence, then its variants from the root down, each with its budget passes. May raise TimeoutError."""
     graph, budget_bytes = search.graph, search.budget_bytes
     if search.done():
         return
-    try:
-        tree = decompose(graph, seed=seed, deadline=search.deadline)
-    except TimeoutError:
-        search.out_of_time()
-        return
+    tree = decompose(graph, seed=seed, deadline=search.deadline)
     search.notes |= {"width": tree.width, "levels": tree.levels}
     cuts = (None, *range(tree.levels - 1))
     for cut, together in itertools.product(cuts, (True, False)) if variants else [(None, True)]:
         phase = ("uncut" if cut is None else f"cut at level {cut}") + ("" if together else ", outputs one by one")
-        runs = remat(graph, tree, cut=cut, together=together, max_runs=MAX_RUNS)
+        runs = remat(graph, tree, cut=cut, together=together, max_runs=MAX_RUNS, deadline=search.deadline)
         if runs is None:
             search.notes.setdefault("too_long", []).append(phase)
             continue
         runs = without_dead(graph, runs)
         for passes in range(PASSES + 1):
+            if not search.in_time(runs):
+                break
             peak_bytes = _offer(search, with_frees(graph, runs), phase)
             if search.done():
                 return
             if passes == PASSES or (passes and peak_bytes > budget_bytes):
                 break
             before = len(runs)
-            runs = without_dead(graph, forward_pass(graph, runs, budget_bytes))
+            runs = without_dead(graph, forward_pass(graph, runs, budget_bytes, deadline=search.deadline))
             if len(runs) == before:
                 break
 
@@ -244,17 +246,24 @@ def _balanced(bags: Sequence[frozenset[int]], neighbours: Sequence[Sequence[int]
 
 
 def remat(
-    graph: Graph, tree: Tree, *, cut: int | None = None, together: bool = True, max_runs: int = MAX_RUNS
+    graph: Graph,
+    tree: Tree,
+    *,
+    cut: int | None = None,
+    together: bool = True,
+    max_runs: int = MAX_RUNS,
+    deadline: float = inf,
 ) -> list[int] | None:
     """The ops in the order they run, each at least once; ``with_frees`` says what is forgotten when.
 
     cut       level at which parts run whole, in graph order (None: no cut)
     together  ask for all outputs at once; else one after the other, which holds less and runs more
     max_runs  None is returned where the sequence has more runs
+    deadline  as ``time.perf_counter`` tells it: raises TimeoutError where there is more to write then
 
     Random ops, and ops with an effect, run for the first time in graph order, the latter only once.
     """
-    writer = _Writer(graph, tree, cut)
+    writer = _Writer(graph, tree, cut, deadline)
     # Every op has to run, so ops that nobody reads from are wanted too; what they make is forgotten at once.
     wanted = [
         i
@@ -298,7 +307,8 @@ def _disorder(graph: Graph, runs: Sequence[int]) -> int:
 class _Writer:
     """Writes the sequences of ``remat``; those asked for again are remembered."""
 
-    def __init__(self, graph: Graph, tree: Tree, cut: int | None) -> None:
+    def __init__(self, graph: Graph, tree: Tree, cut: int | None, deadline: float) -> None:
+        self._deadline = deadline
         self._reads = [tuple(sorted({graph.producer[v] for v in op.inputs} - {-1})) for op in graph.ops]
         self._cut = inf if cut is None else cut
         self._parts: list[list[Part]] = [[] for _ in graph.ops]  # those an op lies in, by level
@@ -340,6 +350,8 @@ class _Writer:
         """What makes the outputs wanted, in order: ops of the separator to run, and calls into the parts below it."""
         if call in self._tasks:
             return self._tasks[call]
+        if time.perf_counter() >= self._deadline:
+            raise TimeoutError
         part, wanted = call
         target = self._needed(part, wanted)
         tasks: list[int | _Call]
@@ -404,11 +416,13 @@ def without_dead(graph: Graph, runs: Sequence[int]) -> list[int]:
     return kept
 
 
-def forward_pass(graph: Graph, runs: Sequence[int], budget_bytes: int) -> list[int]:
+def forward_pass(graph: Graph, runs: Sequence[int], budget_bytes: int, *, deadline: float = inf) -> list[int]:
     """The runs less those whose outputs are still there when values are dropped only for want of room.
 
     Values that the sequence is done with stay as leftovers until a run needs their bytes; then go first those never read
     again, then those of least time per byte. Where the sequence fits the budget as it is, what is returned does.
+
+    deadline  as for ``remat``
     """
     size = [value.size_bytes for value in graph.values]
     frees: list[list[int]] = []  # after each run
@@ -428,6 +442,8 @@ def forward_pass(graph: Graph, runs: Sequence[int], budget_bytes: int) -> list[i
     ran = [False] * len(graph.ops)
     kept = []
     for at, i in enumerate(runs):
+        if not at % CHUNK and time.perf_counter() >= deadline:
+            raise TimeoutError
         op = graph.ops[i]
         freed = frees[at]
         if ran[i] and all(v in present or v in freed for v in op.outputs):  # an output freed at once is read by nobody
