@@ -8,6 +8,7 @@ al., "Checkmate" (MLSys 2020), on them. Fields used: ``n``, ``edges`` ([u, v]: o
 from __future__ import annotations
 
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -56,14 +57,19 @@ def from_instance(content: dict[str, Any], name: str, *, workspace: bool = False
         if not isinstance(content[key], list) or len(content[key]) != n:
             raise ValueError(f"{key} must be a list of {n} entries")
         for i, entry in enumerate(content[key]):
-            if not _is(entry, kind):
+            if not _is(entry, kind) or (isinstance(entry, float) and not math.isfinite(entry)):
                 raise ValueError(f"{key}[{i}] is {entry!r}")
     inputs: list[list[int]] = [[] for _ in range(n)]
+    if not isinstance(content["edges"], list):
+        raise ValueError(f"edges must be a list of pairs, not {content['edges']!r}")
     for edge in content["edges"]:
         if not isinstance(edge, list) or len(edge) != 2 or not all(_is(v, int) and 0 <= v < n for v in edge):
             raise ValueError(f"edge {edge!r} does not join two of the ops 0 to {n - 1}")
         inputs[edge[1]].append(edge[0])
     fixed_bytes, loss = content["fixed_bytes_last"], content.get("loss", n)
+    for key, number in (("fixed_bytes_last", fixed_bytes), ("loss", loss)):
+        if not _is(number, int):
+            raise ValueError(f"{key} must be an integer, not {number!r}")
     ops = tuple(
         Op(
             f"{kind}:{i}",

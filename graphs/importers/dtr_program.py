@@ -33,6 +33,7 @@ def read_program(path: str | os.PathLike[str]) -> Program:
             if not isinstance(entry, dict) or "INSTRUCTION" not in entry:
                 raise ValueError("not an instruction of an operator log")
             if started:
+                _check_names(entry)
                 reader.read(entry)
             else:
                 started = entry["INSTRUCTION"] == "ANNOTATE" and entry["ANNOTATION"] == "START"
@@ -84,7 +85,7 @@ class _Reader:
                 self._constant = ""
             return
         if kind == "ALIAS":
-            self._alias.append(int(entry["ALIAS"]))
+            self._alias.append(_whole(entry["ALIAS"]))
             self._aliased.append(entry["NAME"])
             return
         self.close()
@@ -152,7 +153,9 @@ class _Reader:
 
     def _mutate(self, entry: dict[str, Any]) -> None:
         """Inputs -> new tensors, each as large as the whole storage it replaces; the names then mean the new ones."""
-        names = [entry["ARGS"][_place(int(i), entry["ARGS"])] for i in entry["MUTATE"]]
+        if not isinstance(entry["MUTATE"], list):
+            raise ValueError(f"MUTATE must be a list of indices, not {entry['MUTATE']!r}")
+        names = [entry["ARGS"][_place(_whole(i), entry["ARGS"])] for i in entry["MUTATE"]]
         arguments = [self._tensor(name) for name in entry["ARGS"]]
         makes = [self._new_storage(name, self.size_bytes[self._storage[self._tensor(name)]]) for name in names]
         made = self._call(entry["NAME"], arguments, makes, _count(entry["TIME"]))
@@ -194,9 +197,27 @@ def _place(index: int, arguments: Sequence[object]) -> int:
     return index
 
 
-def _count(text: str) -> int:
+def _check_names(entry: dict[str, Any]) -> None:
+    """Raise ValueError where something else stands in the place of a name or of a list of names."""
+    for key in ("NAME", "SRC", "DST"):
+        if not isinstance(entry.get(key, ""), str):
+            raise ValueError(f"{key} must be a name, not {entry[key]!r}")
+    for key in ("ARGS", "RESULT"):
+        names = entry.get(key, [])
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise ValueError(f"{key} must be a list of names, not {names!r}")
+
+
+def _whole(number: object) -> int:
+    """A decimal integer, as a number or as text."""
+    if isinstance(number, bool) or not isinstance(number, int | str):
+        raise ValueError(f"expected a whole number, found {number!r}")
+    return int(number)
+
+
+def _count(text: object) -> int:
     """A decimal number of bytes or nanoseconds."""
-    number = int(text)
+    number = _whole(text)
     if number < 0:
         raise ValueError(f"{text} is negative")
     return number
