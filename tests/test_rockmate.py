@@ -267,6 +267,16 @@ def test_an_interruption_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.status is Status.UNKNOWN and found.notes["stopped"] == "interrupted"
 
 
+def test_no_block_is_solved_where_keeping_all_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    def solved(*_: object) -> None:
+        raise AssertionError("blocks may take all the time there is")
+
+    monkeypatch.setattr(BlockSolver, "ways", solved)
+    graph = chain(8)
+    found = solve(graph, simulate(graph, keep_all(graph)).peak_bytes, method="rockmate")
+    assert found.status is Status.OPTIMAL and found.notes["found_by"] == "keep all"
+
+
 def test_more_ways_make_better_schedules() -> None:
     """Without time to solve blocks there is only the way that saves all: Rotor on blocks."""
     graph = graph_of("resnet50")

@@ -16,7 +16,7 @@ from graphs.ir import Graph
 from planner.chains.chain_dp import SLOTS
 from planner.incumbent import Incumbent
 from planner.result import Plan
-from planner.schedule import Schedule
+from planner.schedule import Schedule, keep_all
 from planner.stages.block_chain import block_schedule
 
 
@@ -44,9 +44,11 @@ def solve(
     search = Incumbent(graph, budget_bytes, gap, time_limit_s)
     if not search.hopeless():
         try:
-            search.best, search.notes = block_schedule(
-                graph, budget_bytes, time_limit_s=time_limit_s, seed=seed, peaks=peaks, saves=saves, slots=slots
-            )
+            search.offer(keep_all(graph), "keep all")  # nothing takes less, and blocks may take long
+            if search.best is None:
+                search.best, search.notes = block_schedule(
+                    graph, budget_bytes, time_limit_s=time_limit_s, seed=seed, peaks=peaks, saves=saves, slots=slots
+                )
         except KeyboardInterrupt:
             search.notes["stopped"] = "interrupted"
     return search.plan("rockmate", seed=seed)
