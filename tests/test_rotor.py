@@ -232,6 +232,30 @@ def test_chains_too_long_for_the_time_limit_are_given_up(method: str) -> None:
     assert time.perf_counter() - began < 10
 
 
+@pytest.mark.parametrize("method", ["rotor", "rockmate"])
+def test_nothing_is_made_for_a_chain_too_long_for_tables(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def made(*_: object) -> None:
+        raise AssertionError("making the links takes seconds")
+
+    monkeypatch.setattr(ChainProgram, "__init__", made)
+    found = solve(chain(4_000), 400, method=method, time_limit_s=0)
+    assert found.status is Status.UNKNOWN and found.notes["stopped"].endswith("too long for the dynamic program")
+
+
+def test_no_table_is_made_when_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = chain(8)
+    cut = chain_of_ops(graph)
+    program = ChainProgram(cut, [[Way(stage.forward, stage.backward)] for stage in cut.stages])
+    monkeypatch.setattr("numpy.full", lambda *_: pytest.fail("a large table takes seconds"))
+    with pytest.raises(TimeoutError):
+        program.tables(6, 1, deadline=time.perf_counter())
+
+
+def test_a_chain_too_long_for_tables_may_keep_all() -> None:
+    graph = chain(10_000)
+    assert solve(graph, simulate(graph, keep_all(graph)).peak_bytes, method="rotor").status is Status.OPTIMAL
+
+
 def test_long_chains_are_cut_up_soon() -> None:
     graph = chain(10_000)
     taken_s = stopwatch()

@@ -267,12 +267,12 @@ class Tables:
         self._units = units
         count = len(links)
         shape = (2, count, count, max(0, units + 1))  # loose (0 or 1), i, j, m
+        _check_clock(deadline)  # making the tables takes seconds, too
         self._times = np.full(shape, np.inf)
         if units >= 0:
             for i in range(count - 1, -1, -1):
                 for j in range(i, count):
-                    if time.perf_counter() > deadline:
-                        raise TimeoutError("out of time in the chain program")
+                    _check_clock(deadline)
                     for loose in (0, 1):
                         self._solve(loose, i, j)
 
@@ -385,12 +385,28 @@ class Tables:
         raise AssertionError("a state of the chain program without a way to go on")
 
 
+def _check_clock(deadline: float) -> None:
+    if time.perf_counter() > deadline:
+        raise TimeoutError("out of time in the chain program")
+
+
 @dataclass(frozen=True, slots=True)
 class _Ops:
     ops: tuple[int, ...]
 
 
 _Part = _Ops | tuple[int, int, int, int]  # ops to put out, or a state (loose, i, j, m)
+
+
+def too_long(stages: int) -> dict[str, Any] | None:
+    """The notes on a chain of so many stages that not even one unit has room in a table; None for shorter ones."""
+    if _most_slots(stages):
+        return None
+    return {"stages": stages, "stopped": f"a chain of {stages:,} stages is too long for the dynamic program"}
+
+
+def _most_slots(stages: int) -> int:
+    return int(0.5 * LARGEST) // (2 * stages**2)
 
 
 def solve_chain(
@@ -413,9 +429,9 @@ def solve_chain(
     if whole_bytes <= budget_bytes:  # a chain's stages may run their ops in an order that takes more
         return whole, {"stages": len(program), "found_by": "keep all", "persistent_bound_ns": graph.keep_all_time_ns}
     count = len(program)
-    slots = min(slots, int(0.5 * LARGEST) // (2 * count**2))
-    if not slots:
-        return None, {"stages": count, "stopped": f"a chain of {count:,} stages is too long for the dynamic program"}
+    if (notes := too_long(count)) is not None:
+        return None, notes
+    slots = min(slots, _most_slots(count))
     held_bytes = program.fixed_bytes - graph.resident_bytes
     room = budget_bytes - program.fixed_bytes
     most = max(0, min(room, whole_bytes - graph.resident_bytes))
@@ -423,7 +439,7 @@ def solve_chain(
     rounded = program.grain_bytes < unit_bytes
     if not rounded:
         unit_bytes = program.grain_bytes
-    notes: dict[str, Any] = {"stages": count, "unit_bytes": unit_bytes}
+    notes = {"stages": count, "unit_bytes": unit_bytes}
     more = -(-held_bytes // unit_bytes) + (count if rounded else 0)
     deadline = time.perf_counter() + time_limit_s
     try:

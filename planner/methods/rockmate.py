@@ -35,8 +35,8 @@ def solve(
 ) -> Plan:
     """The cheapest schedule that blocks and dynamic program give; ``bound_ns`` is the keep-all time.
 
-    time_limit_s  for the blocks' MILPs; the dynamic program comes on top, and may take as long again. Ctrl-C ends all;
-                  there is no schedule before the end
+    time_limit_s  for the blocks' MILPs; the dynamic program comes on top, and may take as long again, and a second. Ctrl-C ends
+                  all; there is no schedule before the end
     peaks, saves  budgets for each block: of its peak, and of what it holds between forward and backward pass
     slots         memory units of the dynamic program at most
     """

@@ -14,7 +14,7 @@ from typing import Any
 
 from graphs.ir import Graph
 from planner.chains.chain import Chain, chain_of_blocks, held_throughout, small_crossing
-from planner.chains.chain_dp import SLOTS, ChainProgram, solve_chain
+from planner.chains.chain_dp import SLOTS, ChainProgram, solve_chain, too_long
 from planner.schedule import Schedule
 from planner.stages.blocks import BlockSolver, blocks
 
@@ -33,13 +33,17 @@ def block_schedule(
     """
     deadline = time.perf_counter() + time_limit_s
     chain = _chain(graph)
+    if (notes := too_long(len(chain.stages))) is not None:
+        return None, notes
     problems = blocks(chain)
     fixed = graph.resident_bytes + sum(graph.values[v].size_bytes for v in held_throughout(chain))
     solver = BlockSolver(max(0, budget_bytes - fixed), peaks, saves, deadline, seed)
     # Each distinct block gets its share of the time by its size, so that one hard block leaves the others theirs.
     total = sum({block.fingerprint: len(block.graph.ops) for block in problems}.values())
     ways = [solver.ways(block, time_limit_s * len(block.graph.ops) / total) for block in problems]
-    schedule, notes = solve_chain(ChainProgram(chain, ways), budget_bytes, slots, time_limit_s=time_limit_s + 1)
+    program = ChainProgram(chain, ways)
+    left_s = deadline + time_limit_s + 1 - time.perf_counter()
+    schedule, notes = solve_chain(program, budget_bytes, slots, time_limit_s=left_s)
     notes.update(distinct=solver.distinct, solved=solver.solved, exact=solver.exact, ways=sum(map(len, ways)))
     if solver.cut_short:
         notes["cut_short"] = True
