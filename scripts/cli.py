@@ -418,7 +418,9 @@ def _diff(arguments: argparse.Namespace) -> int:
     statuses = {block.plan.status for block in comparison.blocks}
     for block in comparison.blocks:
         if block.plan.status is Status.INFEASIBLE:
-            print(f"belady: {infeasible(comparison.graph, block.budget_bytes, block.plan)}", file=sys.stderr)
+            left_s = arguments.time_limit - block.plan.wall_s
+            error = infeasible(comparison.graph, block.budget_bytes, block.plan, time_limit_s=left_s)
+            print(f"belady: {error}", file=sys.stderr)
         for stopped in (run for run in block.runs if not run.completed):
             print(f"belady: {_unfinished(stopped)}", file=sys.stderr)
         _tell_halves(block.plan)
@@ -463,7 +465,7 @@ def _plan(arguments: argparse.Namespace) -> int:
         if plan.schedule is not None and arguments.out:
             print(f"plan written to {arguments.out}")
     _tell_halves(plan)
-    return _interrupted() if interrupted else _outcome(plan, copied_bytes)
+    return _interrupted() if interrupted else _outcome(plan, copied_bytes, arguments.time_limit - plan.wall_s)
 
 
 def _measured(loaded: Loaded, seed: int, trial: Callable[[Trials], Trial]) -> dict[str, Any] | None:
@@ -689,9 +691,10 @@ def _tell_halves(plan: Plan) -> None:
         print(f"belady: the plan for {plan.budget_bytes:,} bytes {plan.notes['halves']}", file=sys.stderr)
 
 
-def _outcome(plan: Plan, copied_bytes: int | None) -> int:
+def _outcome(plan: Plan, copied_bytes: int | None, left_s: float) -> int:
+    """The exit code. ``left_s`` of the time limit is left, for what an error says."""
     if plan.status is Status.INFEASIBLE:
-        raise infeasible(plan.graph, plan.budget_bytes, plan, copied_bytes=copied_bytes)
+        raise infeasible(plan.graph, plan.budget_bytes, plan, time_limit_s=left_s, copied_bytes=copied_bytes)
     if plan.status is Status.UNKNOWN:
         reason = f" ({plan.notes['stopped']})" if "stopped" in plan.notes else ""
         raise NoScheduleFound(

@@ -19,6 +19,7 @@ from graphs.ir import Graph, Op, Value
 from graphs.serialize import save_graph
 from online import run
 from online.heuristics import ADDRESS_HEURISTICS, HEURISTICS
+from planner.schedule import Schedule
 from tests.interruption import interrupted
 from tests.test_compare import training_chain
 
@@ -70,6 +71,22 @@ def test_plan_is_saved_and_run_too(chain_file: str, tmp_path: Path, capsys: pyte
         assert main([command, chain_file, "--budget", "500", "--out", str(out)]) == 0
         assert load_plan(out, graph).method == method
     assert "OPTIMAL" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["plan", "diff"])
+def test_what_an_error_says_is_searched_for_within_the_time_limit(
+    command: str, chain_file: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given_s: list[float] = []
+
+    def nothing_smaller(graph: Graph, *, time_limit_s: float) -> list[tuple[int, Schedule]]:
+        given_s.append(time_limit_s)
+        return []
+
+    monkeypatch.setattr(sys.modules["planner.plan"], "smaller_and_smaller", nothing_smaller)
+    assert main([command, chain_file, "--budget", "1B", "--time-limit", "2"]) == 2
+    assert "the smallest budget known to work" in capsys.readouterr().err
+    assert len(given_s) == 1 and given_s[0] <= 2
 
 
 def test_info_and_workloads(chain_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
