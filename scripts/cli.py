@@ -19,12 +19,12 @@ from rich.measure import Measurement
 from rich.table import Table
 
 from graphs.collection import SIZES, WORKLOADS, chosen, is_own
-from graphs.errors import BeladyError, InputError, NoScheduleFound
+from graphs.errors import BeladyError, InfeasibleBudget, InputError, NoScheduleFound
 from graphs.files import check_writable
 from graphs.ir import Graph
 from online.heuristics import ADDRESS_HEURISTICS, DEFAULT_RULE, HEURISTICS
 from planner.budget import format_bytes, is_share, resolve_budget
-from planner.live import line_of, smallest_line
+from planner.live import line_of, on_terminal, smallest_line
 from planner.methods import METHODS
 from planner.plan import check_numbers, check_options, checked_method, copied_bytes_of, infeasible, solve_halves, with_costs
 from planner.result import Plan, Status
@@ -418,9 +418,7 @@ def _diff(arguments: argparse.Namespace) -> int:
     statuses = {block.plan.status for block in comparison.blocks}
     for block in comparison.blocks:
         if block.plan.status is Status.INFEASIBLE:
-            left_s = arguments.time_limit - block.plan.wall_s
-            error = infeasible(comparison.graph, block.budget_bytes, block.plan, time_limit_s=left_s)
-            print(f"belady: {error}", file=sys.stderr)
+            print(f"belady: {_too_small(block.plan, None, arguments.time_limit - block.plan.wall_s)}", file=sys.stderr)
         for stopped in (run for run in block.runs if not run.completed):
             print(f"belady: {_unfinished(stopped)}", file=sys.stderr)
         _tell_halves(block.plan)
@@ -691,10 +689,15 @@ def _tell_halves(plan: Plan) -> None:
         print(f"belady: the plan for {plan.budget_bytes:,} bytes {plan.notes['halves']}", file=sys.stderr)
 
 
+def _too_small(plan: Plan, copied_bytes: int | None, left_s: float) -> InfeasibleBudget:
+    with on_terminal(f"{format_bytes(plan.budget_bytes)} cannot be; looking for a budget that works"):
+        return infeasible(plan.graph, plan.budget_bytes, plan, time_limit_s=left_s, copied_bytes=copied_bytes)
+
+
 def _outcome(plan: Plan, copied_bytes: int | None, left_s: float) -> int:
     """The exit code. ``left_s`` of the time limit is left, for what an error says."""
     if plan.status is Status.INFEASIBLE:
-        raise infeasible(plan.graph, plan.budget_bytes, plan, time_limit_s=left_s, copied_bytes=copied_bytes)
+        raise _too_small(plan, copied_bytes, left_s)
     if plan.status is Status.UNKNOWN:
         reason = f" ({plan.notes['stopped']})" if "stopped" in plan.notes else ""
         raise NoScheduleFound(

@@ -18,7 +18,7 @@ from planner.live import line_of, on_terminal, shown
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def on_a_terminal(*arguments: str) -> list[str]:
+def on_a_terminal(*arguments: str, code: int = 0) -> list[str]:
     """What a command writes to standard error where that is a terminal, line by line, without control sequences."""
     if os.name != "posix":
         pytest.skip("needs a pseudo-terminal")
@@ -38,7 +38,7 @@ def on_a_terminal(*arguments: str) -> list[str]:
         assert child.stdout is not None
         printed = child.stdout.read()
     os.close(ours)
-    assert child.returncode == 0, written
+    assert child.returncode == code, written
     assert b"\x1b" not in printed and b"overhead" in printed
     return re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", written.decode()))
 
@@ -84,6 +84,14 @@ def test_the_command_shows_plan_bound_and_gap_while_it_looks(tmp_path: Path) -> 
     lines = on_a_terminal(sys.executable, "-m", "belady.cli", "plan", str(path), "--budget", "0.6", "--time-limit", "2")
     told = re.compile(r"cutting_stages in .*: overhead \d+\.\d\d%, bound \d+\.\d\d%, gap \d+\.\d\d% .*0:00:0\d")
     assert any(map(told.search, lines))
+
+
+def test_the_command_shows_that_it_looks_for_what_to_say_of_a_budget_that_is_too_small(tmp_path: Path) -> None:
+    path = tmp_path / "training.json"
+    save_graph(random_training(40, seed=3), path)
+    lines = on_a_terminal(sys.executable, "-m", "belady.cli", "plan", str(path), "--budget", "0.01", code=2)
+    assert any("cannot be; looking for a budget that works" in line for line in lines)
+    assert any("every schedule needs at least" in line for line in lines)
 
 
 def test_python_shows_them_too_and_a_budget_among_many() -> None:
