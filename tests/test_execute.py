@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from operator import attrgetter
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -1125,6 +1125,33 @@ def test_a_teacher_that_is_called_without_gradients_may_require_them() -> None:
     planned = step(student, plan_of(student, 1.0, inputs=x, loss=loss).module())
     assert len(plain) == len(planned) == 12 and all(map(torch.equal, plain, planned))
     assert all(parameter.requires_grad and parameter.grad is None for parameter in teacher.parameters())
+
+
+class Shifted(torch.autograd.Function):
+    """x + y, whose y is nobody's; its context has an attribute of the name that leaves of autograd have."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+        ctx.variable = y
+        return x + y
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0] * ctx.variable, None
+
+
+def test_what_a_function_keeps_is_no_leaf() -> None:
+    model, x, y = nn.Linear(4, 4), torch.randn(3, 4), torch.randn(3, 4)
+
+    def loss(out: Tensor) -> Tensor:
+        return cast(Tensor, Shifted.apply(out, y)).square().sum()
+
+    loss(model(x)).backward()
+    plain = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    plan_of(model, 1.0, inputs=x, loss=loss).module()(x).backward()
+    for parameter, gradient in zip(model.parameters(), plain, strict=True):
+        assert parameter.grad is not None and gradient is not None and torch.equal(parameter.grad, gradient)
 
 
 class Reduction(enum.Enum):

@@ -185,15 +185,15 @@ class _Attempts:
 def _refuse_other_gradients(name: str, loss: Tensor) -> None:
     """A step has the gradients of its parameters only, which are stand-ins here. From the loss, a teacher that was called without
     gradients is not reached."""
-    seen, todo = set[Any](), [loss.grad_fn]
+    seen, todo = set[Any](), list[Any]([loss.grad_fn])
     while todo:
         node = todo.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
         todo += [before for before, _ in node.next_functions]
-        leaf = getattr(node, "variable", None)
-        if isinstance(leaf, Tensor) and not isinstance(leaf, FunctionalTensor | FakeTensor):
+        leaf = node.variable if type(node).__name__ == "AccumulateGrad" else None  # functions may have any attribute
+        if leaf is not None and not isinstance(leaf, FunctionalTensor | FakeTensor):
             raise CaptureError(
                 f"{name} uses a tensor of shape {tuple(leaf.shape)} that requires a gradient but is no parameter of the model; "
                 f"register it as an nn.Parameter, or detach it (on the parameters of a teacher: requires_grad_(False))"
