@@ -68,10 +68,10 @@ def plans(
     found: dict[int, Plan] = {}
     best: Schedule | None = None
     interrupted = False
-    progress = options.pop("progress", None)
-    for number, budget_bytes in enumerate(sorted(set(wanted)), start=1):
+    progress, ascending = options.pop("progress", None), sorted(set(wanted))
+    for number, budget_bytes in enumerate(ascending, start=1):
         within = partial(solve, graph, budget_bytes, method=method, gap=gap, seed=seed, start=best, **options)
-        what = f"{method} in {format_bytes(budget_bytes)} ({number} of {len(set(wanted))})"
+        what = f"{method} in {format_bytes(budget_bytes)} ({number} of {len(ascending)})"
         try:
             with shown(progress, what, graph) as told:
                 one = within(time_limit_s=0.0 if interrupted else time_limit_s, progress=told)
@@ -158,14 +158,14 @@ def min_budget(
 
     Raises InputError for what is neither Step nor Graph, and for a limit or a ``within`` that is none.
     """
+    if progress is None:
+        with on_terminal() as show:
+            return min_budget(target, time_limit_s=time_limit_s, within=within, seed=seed, progress=smallest_line(show))
     graph = graph_of(target, "min_budget")
     if isinstance(within, bool) or not isinstance(within, int | float) or not 0 <= within < 1:
         raise InputError(f"within must be at least 0 and below 1 (0.01 is one per cent), not {within!r}")
     check_options({"time_limit_s": time_limit_s, "seed": seed})
     check_numbers(graph)
-    if progress is None:
-        with on_terminal() as show:
-            return min_budget(graph, time_limit_s=time_limit_s, within=within, seed=seed, progress=smallest_line(show))
     deadline = time.perf_counter() + time_limit_s
     schedule = keep_all(graph)
     works, proved = simulate(graph, schedule).peak_bytes, least_bytes(graph)

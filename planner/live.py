@@ -41,9 +41,9 @@ def smallest_line(show: Callable[[str], None]) -> Callable[[int, int], None]:
 
 
 @contextlib.contextmanager
-def shown(progress: Callable[..., None] | None, what: str, graph: Graph) -> Iterator[Callable[..., None]]:
-    """The ``progress`` that is given, or else one that shows a line on a terminal."""
-    if progress is not None:
+def shown(progress: Callable[..., None] | None, what: str, graph: Graph) -> Iterator[Callable[..., None] | None]:
+    """The ``progress`` that is given, or else one that shows a line on a terminal; None where there is none."""
+    if progress is not None or not _is_terminal():
         yield progress
         return
     with on_terminal(what) as show:
@@ -64,9 +64,9 @@ def on_terminal(text: str = "") -> Iterator[Callable[[str], None]]:
     columns = SpinnerColumn(), in_one_line, TimeElapsedColumn()
     # What is printed meanwhile goes above the line, but never from one stream into another.
     same = sys.stdout is sys.stderr
-    with Progress(*columns, console=Console(stderr=True), transient=True, redirect_stdout=same) as shown:
-        task = shown.add_task(text)
-        yield lambda now: shown.update(task, description=now)
+    with Progress(*columns, console=Console(stderr=True), transient=True, redirect_stdout=same) as bar:
+        task = bar.add_task(text)
+        yield lambda now: bar.update(task, description=now)
 
 
 def _is_terminal() -> bool:

@@ -22,6 +22,7 @@ from graphs.watching.fingerprint import described, same_plain
 
 _Read = Callable[[], Any]
 _LIBRARIES = sys.stdlib_module_names | {"numpy", "torch", "transformers"}  # what they name changes no step
+_NO_CODE = compile("None", "", "eval")  # of what is not written in Python
 _SHORT = 64  # entries of a list or dict; a longer one is data
 _LASTING = types.FunctionType, types.BuiltinFunctionType, type, enum.Enum, nn.Module  # nobody makes these anew for each call
 
@@ -220,12 +221,10 @@ def _is_alike(now: object, then: object, within: tuple[tuple[object, object], ..
     return a.keys() == b.keys() and all(_is_alike(a[key], b[key], (*within, (now, then))) for key in a)
 
 
-def _taken(function: types.FunctionType) -> dict[int | str, object]:
+def _taken(function: types.FunctionType) -> dict[str, object]:
     """What a function has got when it was defined: defaults, and variables around it."""
-    taken: dict[int | str, object] = dict(enumerate(function.__defaults__ or ()))
-    taken.update(function.__kwdefaults__ or {})
-    taken.update(zip(function.__code__.co_freevars, map(_content, function.__closure__ or ()), strict=True))
-    return taken
+    around = zip(function.__code__.co_freevars, map(_content, function.__closure__ or ()), strict=True)
+    return {**_defaults(function), **dict(around)}
 
 
 def _compared(now: object, then: object) -> str:
@@ -292,7 +291,7 @@ def _code(function: object) -> types.CodeType:
     found = getattr(function, "__code__", None)
     if found is None:
         found = getattr(inspect.getattr_static(type(function), "__call__", None), "__code__", None)
-    return found if isinstance(found, types.CodeType) else _item.__code__
+    return found if isinstance(found, types.CodeType) else _NO_CODE
 
 
 def _defaults(function: types.FunctionType) -> dict[str, Any]:
