@@ -609,6 +609,21 @@ def test_what_a_forward_assigns_is_undone():
     assert not hasattr(model, "extra")
 
 
+def test_a_configuration_that_nobody_may_write_to_is_left_alone():
+    class Frozen(dict[str, int]):
+        """As configurations of diffusers: ``clear`` is forgotten."""
+
+        def update(self, *_: Any, **__: Any) -> None:
+            raise TypeError("frozen")
+
+        __setitem__ = __delitem__ = update
+
+    model = Lambda(lambda model, x: model.config["scale"] * square(model.linear(x)))
+    model.config = Frozen(scale=2)
+    capture(model, x8)
+    assert model.config == {"scale": 2}
+
+
 def test_model_is_not_allocated_again():
     model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(8)))
     parameters_bytes = sum(p.nbytes for p in model.parameters())

@@ -9,6 +9,7 @@ same ops: it then stays, as after any call.
 from __future__ import annotations
 
 import contextlib
+import operator
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -105,15 +106,20 @@ class Watch:
         )
 
     def undo(self) -> None:
-        """Put back the attributes of all modules, and what is in their lists, dicts and sets."""
+        """Put back the attributes of all modules, and what is in their lists, dicts and sets.
+
+        Containers that hold what they held are left alone: a dict that nobody may write to is emptied by ``clear`` all the same.
+        """
         for path, part in self._parts.items():
             now, before = part.__dict__, self._before[path]
             for key in now.keys() - before.keys():
                 del now[key]
             now.update(before)
-        for box, content in self._contents:
-            box.clear()
-            box.extend(content) if isinstance(box, list) else box.update(content)
+        for (_, _, box, held), (_, content) in zip(self._boxes, self._contents, strict=True):
+            holds = content_of(box)
+            if len(holds) != len(held) or not all(map(operator.is_, holds, held)):
+                box.clear()
+                box.extend(content) if isinstance(box, list) else box.update(content)
 
     @contextlib.contextmanager
     def _reading(self) -> Iterator[None]:
