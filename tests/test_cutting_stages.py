@@ -161,6 +161,24 @@ def test_what_is_known_to_work_is_found_where_its_search_finds_nothing_for_that_
     assert found.schedule is not None
 
 
+def test_where_a_star_finds_nothing_in_graph_order_whatever_is_known_to_work_is_tried() -> None:
+    # Rounding leaves the stage model of such sizes a solution, so that it is A* that says that nothing in graph order fits.
+    unit = 2**50
+    sizes = (unit - 1, unit - 1, unit, unit, unit - 2, unit, unit - 1, unit - 2, unit + 2)
+    ops = (
+        Op("draw", (), (1, 2, 3), 8, random=True),
+        Op("tell", (2,), (4,), 7, unit, effect=True),
+        Op("draw again", (1, 0, 3), (5,), 9, random=True),
+        Op("end", (1, 3, 5), (6, 7, 8), 786_983),
+    )
+    values = tuple(Value(f"v{v}", size) for v, size in enumerate(sizes))
+    graph = Graph("drawn", ops, values, frozenset({0}), frozenset({0, 3, 4, 7}))
+    budget_bytes = least_budget(graph, keep_order=True) - 1
+    best = least_time(graph, budget_bytes, keep_order=False)
+    assert best is not None
+    assert solve(graph, budget_bytes, time_limit_s=20).time_ns == best[0]
+
+
 @pytest.mark.parametrize(("budget", "runs"), [(10, 17), (9, 18), (8, 19), (7, 20), (6, 21), (5, 22)])
 def test_unit_chain_of_eight_layers(budget: int, runs: int) -> None:
     graph = chain(8)

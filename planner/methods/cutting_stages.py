@@ -255,7 +255,7 @@ def _rounds(search: StageSearch) -> bool:
             work = work_beside(search, model, round_.number)
             answer = solve_whole(search, model, round_.asked, sequence, work)
         if answer.outcome is Outcome.INFEASIBLE:
-            _none_in_order(search, ask=round_.number == 1)
+            _none_in_order(search)
             return False
         round_.prove(model.bound_ns(answer))
         if answer.values is not None:
@@ -360,15 +360,13 @@ class _Round:
         return True
 
 
-def _none_in_order(search: StageSearch, *, ask: bool) -> None:
-    """No schedule in graph order fits, which the notes then say; others are tried.
-
-    ask  whether it is not known yet that there may be one in another order
-    """
+def _none_in_order(search: StageSearch) -> None:
+    """No schedule in graph order fits, which the notes then say; others are tried."""
     if _is_only_order(search.graph):
         search.notes["infeasible"] = "no schedule fits, and no other order of first executions is valid"
         return
-    if ask and search.best is None and not search.nested and not _scrape(search, in_order=False):
+    is_asked = search.least_bytes > 0  # whether any may fit: what was tried then is not tried again
+    if search.best is None and not is_asked and not search.nested and not _scrape(search, in_order=False):
         return
     _elsewhere(search)
     if search.best is None:
@@ -393,7 +391,7 @@ def _exhaust(search: StageSearch, looks: int, aim: float) -> bool:
     if found.runs is not None:
         search.offer(with_frees(search.graph, found.runs), "A*")
     if math.isinf(found.bound_ns):
-        _none_in_order(search, ask=False)
+        _none_in_order(search)
         return True
     search.raise_bound(math.ceil(found.bound_ns), restricted=False)
     return search.closed(aim)
