@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from graphs.errors import InputError
 from graphs.ir import Graph
 from planner.chains.chain import forward_count, separators
+from planner.incumbent import Incumbent
 from planner.schedule import Schedule, with_frees
 from planner.simulate import simulate
 
@@ -92,14 +93,13 @@ def _makers(graph: Graph, wanted: Iterable[int], present: Collection[int]) -> li
 
 @dataclass
 class Trials:
-    """The cheapest of several checkpoint sets whose schedule fits a budget.
+    """The cheapest of several checkpoint sets whose schedule fits the budget of a search.
 
     schedule, checkpoints  the best one so far, None and empty without any
     needs_bytes            the least peak of all that were tried
     """
 
-    graph: Graph
-    budget_bytes: int
+    search: Incumbent
     schedule: Schedule | None = None
     checkpoints: frozenset[int] = frozenset()
     time_ns: int = 0
@@ -108,17 +108,20 @@ class Trials:
     _seen: set[frozenset[int]] = field(default_factory=set)
 
     def take(self, checkpoints: Iterable[int]) -> bool:
-        """Try a set; whether it is now the best."""
-        chosen = frozenset(checkpoints)
+        """Try a set, where there is time to; whether it is now the best."""
+        graph, chosen = self.search.graph, frozenset(checkpoints)
         if chosen in self._seen:
             return False
+        sequence = runs(graph, chosen)
+        if not self.search.in_time(sequence):
+            return False
         self._seen.add(chosen)
-        schedule = with_frees(self.graph, runs(self.graph, chosen))
-        trace = simulate(self.graph, schedule)
+        schedule = with_frees(graph, sequence)
+        trace = simulate(graph, schedule)
         if self.needs_bytes is None or trace.peak_bytes < self.needs_bytes:
             self.needs_bytes = trace.peak_bytes
         better = self.schedule is None or (trace.time_ns, trace.peak_bytes) < (self.time_ns, self.peak_bytes)
-        if trace.peak_bytes > self.budget_bytes or not better:
+        if trace.peak_bytes > self.search.budget_bytes or not better:
             return False
         self.schedule, self.checkpoints = schedule, chosen
         self.time_ns, self.peak_bytes = trace.time_ns, trace.peak_bytes

@@ -44,13 +44,13 @@ def solve(
     """
     search = Incumbent(graph, budget_bytes, gap, time_limit_s)
     notes = search.notes
-    trials = Trials(graph, budget_bytes)
+    trials = Trials(search)
     asked = kinds(candidates)
     if b_bytes is not None and (isinstance(b_bytes, bool) or not isinstance(b_bytes, int) or b_bytes < 0):
         raise InputError(f"b_bytes must be an integer of at least 0, not {b_bytes!r}")
     if not search.hopeless():
         try:
-            limits = _sweep(graph) if b_bytes is None else [b_bytes]
+            limits = _sweep(search) if b_bytes is None else [b_bytes]
             for kind in asked:
                 allowed = frozenset(candidates_of(graph, kind))
                 for limit in limits:
@@ -73,10 +73,13 @@ def solve(
     return search.plan("chen_greedy", seed=seed)
 
 
-def _sweep(graph: Graph) -> Sequence[int]:
-    """The values of b, in bytes."""
-    schedule = with_frees(graph, runs(graph, set(every_root(graph, "linearized"))))
-    activation_bytes = simulate(graph, schedule).peak_bytes - graph.resident_bytes
+def _sweep(search: Incumbent) -> Sequence[int]:
+    """The values of b, in bytes; none where there is no time for the square-root schedule."""
+    graph = search.graph
+    sequence = runs(graph, set(every_root(graph, "linearized")))
+    if not search.in_time(sequence):
+        return []
+    activation_bytes = simulate(graph, with_frees(graph, sequence)).peak_bytes - graph.resident_bytes
     return sorted({int(share * activation_bytes) for share in SWEEP})
 
 

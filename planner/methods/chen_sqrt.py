@@ -21,7 +21,7 @@ def solve(
     budget_bytes: int,
     *,
     gap: float = 0.0,
-    time_limit_s: float = 0.0,
+    time_limit_s: float = 60.0,
     seed: int = 0,
     start: Schedule | None = None,
     progress: Callable[..., None] | None = None,
@@ -29,11 +29,12 @@ def solve(
 ) -> Plan:
     """The square-root schedule, where it fits; ``bound_ns`` is the keep-all time.
 
-    candidates  what may be a checkpoint: "articulation" (ops on which all later ones depend), "linearized" (every forward op), or
-                "both": the cheaper of the two that fit
+    time_limit_s  a schedule that takes longer to measure is left out
+    candidates    what may be a checkpoint: "articulation" (ops on which all later ones depend), "linearized" (every forward op),
+                  or "both": the cheaper of the two that fit
     """
-    search = Incumbent(graph, budget_bytes, gap)
-    trials = Trials(graph, budget_bytes)
+    search = Incumbent(graph, budget_bytes, gap, time_limit_s)
+    trials = Trials(search)
     asked = kinds(candidates)
     if not search.hopeless():
         try:
@@ -45,7 +46,7 @@ def solve(
         search.best = trials.schedule
         if search.best is not None:
             search.notes["checkpoints"] = len(trials.checkpoints)
-        elif "stopped" not in search.notes:
+        elif "stopped" not in search.notes and trials.needs_bytes is not None:
             search.notes["needs_bytes"] = trials.needs_bytes
             search.notes["stopped"] = f"the square-root rule needs {trials.needs_bytes:,} bytes"
     return search.plan("chen_sqrt", seed=seed)
