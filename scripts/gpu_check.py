@@ -39,7 +39,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from graphs.errors import BeladyError, GraphMismatch, InfeasibleBudget, InputError
+from graphs.errors import BeladyError, BudgetExceeded, GraphMismatch, InfeasibleBudget, InputError, NoScheduleFound
 from graphs.ir import Graph
 from graphs.serialize import load_graph, save_graph
 from planner.plan import solve_halves
@@ -56,14 +56,14 @@ if TYPE_CHECKING:
     from .gpu_rivals import Bench, Trial
 
 SHARES = (0.9, 0.7, 0.5, 0.4, 0.3)
-LARGE: dict[str, dict[str, int]] = {  # several GB each, a step of 0.1 to 0.3 s
+LARGE: dict[str, dict[str, int]] = {  # several GB each, a step of 0.04 to 0.15 s on an H200
     "resnet50": {"batch": 128, "size": 224},
     "vgg16": {"batch": 96, "size": 224},
     "unet": {"batch": 32, "size": 256},
     "vit": {"batch": 128},
-    "bert": {"batch": 32, "seq": 512},
-    "gpt2": {"batch": 16, "seq": 1024},
-    "llama": {"batch": 32, "seq": 1024},
+    "bert": {"batch": 16, "seq": 512},
+    "gpt2": {"batch": 8, "seq": 1024},
+    "llama": {"batch": 16, "seq": 1024},
 }
 SMALL: dict[str, dict[str, int]] = {  # activations are still a good part of the bytes, and a step takes a second
     "resnet50": {"batch": 16, "size": 64, "depth": 14},
@@ -77,13 +77,15 @@ SMALL: dict[str, dict[str, int]] = {  # activations are still a good part of the
 WHOLE = ("eager", "checkpoint:1", "checkpoint:2", "checkpoint:4", "selective:1", "torch_remat:1")
 PLANNED = ("optimum", "optimum+cuda_graph")
 ONLINE = ("online:dtr", "online:dtr_eq", "online:lru", "online:coop")
+MATCHED = {f"optimum={rival}": rival for rival in WHOLE[1:5]}  # the plan for as many bytes as that rival's measured peak
+INTERPOSED = "online.budget"  # any eager model, nothing captured
 COMPILED = "compile"
-METHODS = (*WHOLE, *PLANNED, *ONLINE, COMPILED)
+METHODS = (*WHOLE, *PLANNED, *ONLINE, *MATCHED, INTERPOSED, COMPILED)
 FIRST_RATIOS = (0.5, 0.25, 0.75)  # of the compiler's memory budget, measured for every workload
 PLAN_S = 15.0  # solving one budget
 _GPU_TEST = re.compile(r"^\s*@pytest\.mark\.gpu", re.MULTILINE)
 TESTS_SHARE = 0.25  # of the time, at most, for the tests
-TEST_PROCESSES = 4  # of them at once; each takes some hundred MB of the device for itself
+TEST_PROCESSES = 8  # of them at once; each takes some hundred MB of the device for itself
 
 
 class OutOfTime(BaseException):
@@ -135,12 +137,13 @@ class Cell:
 
 
 def cells(methods: Sequence[str], shares: Sequence[float]) -> list[Cell]:
-    """Of one workload, what matters most first."""
+    """Of one workload, what matters most first; a plan held against a rival after the rival."""
     found = [Cell("eager", None)]
     found += [Cell(method, share) for share in shares for method in PLANNED if method in methods]
     found += [Cell(method, None) for method in WHOLE[1:] if method in methods]
     found += [Cell(method, share) for share in shares for method in ONLINE if method in methods]
-    return found + [Cell(COMPILED, share) for share in shares if COMPILED in methods]
+    found += [Cell(method, None) for method, rival in MATCHED.items() if method in methods and rival in methods]
+    return found + [Cell(method, share) for method in (INTERPOSED, COMPILED) if method in methods for share in shares]
 
 
 # Plans.
@@ -196,28 +199,37 @@ class Plans:
     def __init__(
         self, step: Step, name: str, shares: Sequence[float], *, folder: Path | None, pool: ProcessPoolExecutor | None
     ) -> None:
-        self._step, self._name, self._folder = step, name, folder
-        self._made: dict[float, Plan] = {}
-        self._coming: dict[float, Future[Plan]] = {}
-        if folder is None and pool is not None:
+        self._step, self._name, self._folder, self._pool = step, name, folder, pool
+        self._made: dict[int, Plan] = {}
+        self._coming: dict[int, Future[Plan]] = {}
+        if folder is None:
+            for share in shares:
+                self.ask(budget_of(step.graph, share))
+
+    def ask(self, budget_bytes: int) -> None:
+        """This plan will be wanted."""
+        if self._pool is not None and budget_bytes not in self._coming:
             with contextlib.suppress(BrokenProcessPool):
-                for share in shares:
-                    self._coming[share] = pool.submit(solved, step.graph, budget_of(step.graph, share), PLAN_S)
+                self._coming[budget_bytes] = self._pool.submit(solved, self._step.graph, budget_bytes, PLAN_S)
 
     def __getitem__(self, share: float) -> Plan:
-        if share not in self._made:
-            if self._folder is not None:
-                plan = load_plan(plan_file(self._folder, self._name, share), self._step)
-            else:
-                plan = self._solved(share)
-            self._made[share] = replace(plan, step=self._step)
-        return self._made[share]
+        budget_bytes = budget_of(self._step.graph, share)
+        if self._folder is not None and budget_bytes not in self._made:
+            plan = load_plan(plan_file(self._folder, self._name, share), self._step)
+            self._made[budget_bytes] = replace(plan, step=self._step)
+        return self.of_bytes(budget_bytes)
 
-    def _solved(self, share: float) -> Plan:
-        if share in self._coming:
+    def of_bytes(self, budget_bytes: int) -> Plan:
+        """Solved here, whatever is in the folder."""
+        if budget_bytes not in self._made:
+            self._made[budget_bytes] = replace(self._solved(budget_bytes), step=self._step)
+        return self._made[budget_bytes]
+
+    def _solved(self, budget_bytes: int) -> Plan:
+        if budget_bytes in self._coming:
             with contextlib.suppress(BrokenProcessPool):  # a solver was ended, for lack of memory perhaps, and the others with it
-                return self._coming[share].result()
-        return solved(self._step.graph, budget_of(self._step.graph, share), PLAN_S)
+                return self._coming[budget_bytes].result()
+        return solved(self._step.graph, budget_bytes, PLAN_S)
 
 
 # The benchmark.
@@ -256,10 +268,16 @@ class Workload:
         backend: str,
         ratios: int,
         steps: int,
+        matched: set[str],
+        rivals: dict[str, int],
         left_s: Callable[[], float],
         log: Callable[[str], None],
     ) -> None:
         self._name, self._step, self._bench, self._plans = name, step, bench, plans
+        self._matched = matched  # rivals that a plan is to be held against
+        self._rivals: dict[str, int] = {}  # their measured peaks
+        for rival, peak_bytes in rivals.items():
+            self._measured_rival(rival, peak_bytes)
         self._backend, self._ratios, self._steps = backend, ratios, steps
         self._left_s, self._log = left_s, log
         self._compiling_s = 0.0  # the longest
@@ -293,24 +311,38 @@ class Workload:
             again = self._bench.trial(self._bench.eager)
             return self._measured(replace(self._bench.plain, grad_error=again.grad_error, buffer_error=again.buffer_error))
         if kind in ("checkpoint", "selective", "torch_remat"):
-            return self._measured(self._bench.checkpointed(self._name, int(option), kind))
+            trial = self._bench.checkpointed(self._name, int(option), kind)
+            self._measured_rival(cell.method, trial.peak_bytes)
+            return self._measured(trial)
+        if cell.method in MATCHED:
+            rival = MATCHED[cell.method]
+            if rival not in self._rivals:
+                return {"status": "UNAVAILABLE", "reason": f"{rival} has no measured peak"}
+            return self._planned(self._plans.of_bytes(self._rivals[rival]))
         assert cell.share is not None
         if cell.method in PLANNED:
-            return self._planned(cell.share, cuda_graph=cell.method != "optimum")
+            if cell.method != "optimum" and self._step.device.type != "cuda":
+                return {"status": "UNAVAILABLE", "reason": "CUDA graphs need a CUDA device"}
+            return self._planned(self._plans[cell.share], cell.share, cuda_graph=cell.method != "optimum")
         if kind == "online":
             return self._online(cell.share, option)
+        if cell.method == INTERPOSED:
+            return self._interposed(cell.share)
         return self._compile(cell.share)
 
-    def _planned(self, share: float, *, cuda_graph: bool) -> dict[str, Any]:
-        if cuda_graph and self._step.device.type != "cuda":
-            return {"status": "UNAVAILABLE", "reason": "CUDA graphs need a CUDA device"}
-        plan = self._plans[share]
+    def _measured_rival(self, rival: str, peak_bytes: int) -> None:
+        self._rivals[rival] = peak_bytes
+        if rival in self._matched:
+            self._plans.ask(peak_bytes)
+
+    def _planned(self, plan: Plan, share: float | None = None, *, cuda_graph: bool = False) -> dict[str, Any]:
         row = {k: v for k, v in plan.row().items() if k not in ("method", "measured_time_ns", "measured_peak_bytes")}
         if plan.schedule is None:
             return {**row, "reason": str(plan.notes.get("infeasible") or plan.notes.get("stopped") or "no schedule found")}
         trial = self._bench.planned(plan, cuda_graph=cuda_graph)
         if not cuda_graph:
-            self._peaks[share] = trial.peak_bytes
+            if share is not None:
+                self._peaks[share] = trial.peak_bytes
             if self._steps:
                 row |= {"training_steps": self._steps, "max_loss_error": self._bench.loss_error(plan, self._steps)}
         return {**row, **self._measured(trial), "status": str(plan.status)}
@@ -325,6 +357,17 @@ class Workload:
         if not done.completed:
             return {**row, "reason": f"{done.status}: {done.failure or 'recomputed too much'}"}
         return {**row, **self._measured(self._bench.online(budget_bytes, rule)), "status": str(Status.FEASIBLE)}
+
+    def _interposed(self, share: float) -> dict[str, Any]:
+        budget_bytes = budget_of(self._step.graph, share)
+        row: dict[str, Any] = {"budget_bytes": budget_bytes}
+        try:
+            trial, done = self._bench.interposed(budget_bytes)
+        except (BudgetExceeded, NoScheduleFound) as error:
+            return {**row, "status": str(Status.UNKNOWN), "reason": f"{type(error).__name__}: {error}"}
+        row |= {"peak_bytes": done.peak_bytes, "recomputed_ops": done.counters.recomputations}
+        row["measured_search_ns"] = round(done.counters.search_s * 1e9)
+        return {**row, **self._measured(trial), "status": str(Status.FEASIBLE)}
 
     def _compile(self, share: float) -> dict[str, Any]:
         """The fastest ratio whose measured peak is at most the plan's: some all over, then bisected where peaks cross it.
@@ -462,9 +505,10 @@ class Session:
         self._name, self._settings = device_name(self.device), settings(self.device)
         if self.device == "cuda":
             self._settings["deterministic"] = self.arguments.deterministic
-        rows = (row for row in self.file.rows if row.get("device") == self._name)
+        rows = [row for row in self.file.rows if row.get("device") == self._name]
         retry = ("FAILED", "UNAVAILABLE", "UNKNOWN") if self.arguments.retry else ()
         self._done = {(r["graph"], r["method"], r["share"]) for r in rows if r["status"] not in retry}
+        self._peaks = {(r["graph"], r["method"]): r["measured_peak_bytes"] for r in rows if r["status"] == "MEASURED"}
 
     def add(self, row: dict[str, Any]) -> None:
         if row["status"] == "FAILED":
@@ -516,6 +560,8 @@ class Session:
                     backend=self.arguments.backend,
                     ratios=self.arguments.ratios,
                     steps=self.arguments.steps,
+                    matched={MATCHED[cell.method] for cell in todo if cell.method in MATCHED},
+                    rivals={m: peak for (graph, m), peak in self._peaks.items() if graph == graph_name and m in MATCHED.values()},
                     left_s=lambda: limit_s - (time.monotonic() - begin),
                     log=self.log,
                 )

@@ -21,6 +21,8 @@ from graphs.capture import Step
 from graphs.errors import InputError
 from graphs.rewriting.sizes import cuda_bytes
 from graphs.torch_private.partitioned import activation_memory_budget
+from online.eager import EagerRun
+from online.eager import budget as eager_budget
 from online.runtime import run
 from planner.execute import PlannedModule
 from planner.execution.cuda_graph import GraphedModule
@@ -98,6 +100,19 @@ class Bench:
 
         return self.trial(once, self.step.graph.resident_bytes)
 
+    def interposed(self, budget_bytes: int) -> tuple[Trial, EagerRun]:
+        """One step of plain PyTorch under ``online.budget``, and the record of one; raises as a block under it does."""
+        model = self.step.model
+        runs: list[EagerRun] = []
+
+        def once() -> Tensor:
+            with eager_budget(budget_bytes, holding=(model, self.inputs)) as run_:
+                loss = self.eager()
+            runs[:] = [run_]
+            return loss
+
+        return self.trial(once, by_allocator=True), runs[0]
+
     def checkpointed(self, name: str, every: int, kind: str) -> Trial:
         """One step with every n-th block of the workload ``name`` under a checkpoint of a kind of ``CHECKPOINTS``."""
         model = self.step.model
@@ -125,7 +140,8 @@ class Bench:
     def trial(self, once: Once, resident_bytes: int | None = None, *, by_allocator: bool = False) -> Trial:
         """Measure one way to run the step.
 
-        by_allocator  on a CPU, take the peak from the allocator's events: compiled code does not run under a meter
+        by_allocator  on a CPU, take the peak from the allocator's events: compiled code does not run under a meter, and what
+                      ``online.budget`` evicts is a storage without bytes
         """
         resident = self._resident_bytes if resident_bytes is None else resident_bytes
         device = self.step.device

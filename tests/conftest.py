@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # For the tests with deterministic kernels: looked at once, at the first matrix product of the process on CUDA.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+# In a checkout that is not installed the scripts have the name of their folder.
+if importlib.util.find_spec("belady") is None:
+    sys.modules["belady"] = importlib.import_module("scripts")
 
 # The same examples in every run, none timed: other work on the machine must not fail a test.
 settings.register_profile("belady", deadline=None, derandomize=True, database=None)

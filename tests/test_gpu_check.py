@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from belady import gpu_check
-from belady.gpu_check import LARGE, ONLINE, PLANNED, SMALL, Guard, OutOfTime, main, run_tests
+from belady.gpu_check import INTERPOSED, LARGE, MATCHED, ONLINE, PLANNED, SMALL, Guard, OutOfTime, main, run_tests
 from belady.gpu_rivals import blocks, wrapped
 from belady.rows import read_rows
 from belady.steps import step_name
@@ -84,6 +84,12 @@ def test_every_rival_runs(tmp_path: Path) -> None:
     assert remat["status"] in ("UNAVAILABLE", "MEASURED") and (remat["reason"] is None) == (remat["status"] == "MEASURED")
     for method in ("optimum", *ONLINE):
         assert found[method]["max_grad_error"] == 0 and found[method]["measured_peak_bytes"] <= found[method]["budget_bytes"]
+    interposed = found[INTERPOSED]  # what ops on a CPU allocate inside themselves is measured and not counted
+    assert interposed["max_grad_error"] == 0 and interposed["peak_bytes"] <= interposed["budget_bytes"]
+    assert interposed["measured_peak_bytes"] < eager and interposed["recomputed_ops"] > 0
+    for method, rival in MATCHED.items():
+        assert found[method]["max_grad_error"] == 0 and found[method]["budget_bytes"] == found[rival]["measured_peak_bytes"]
+        assert found[method]["measured_peak_bytes"] <= found[method]["budget_bytes"]
     compiled = found["compile"]
     assert compiled["status"] in ("MEASURED", "UNKNOWN") and len(compiled["measured_sweep"]) == 1
     assert compiled["measured_target_bytes"] == found["optimum"]["measured_peak_bytes"]
@@ -314,7 +320,7 @@ def test_the_blocks_of_every_workload_are_known(name: str) -> None:
 def test_sizes_and_methods_are_complete() -> None:
     assert list(LARGE) == ["resnet50", "vgg16", "unet", "vit", "bert", "gpt2", "llama"] == list(SMALL)
     methods = [cell.method for cell in gpu_check.cells(gpu_check.METHODS, gpu_check.SHARES)]
-    assert set(methods) == set(gpu_check.METHODS) and len(methods) == 6 + 5 * (len(PLANNED) + len(ONLINE) + 1)
+    assert set(methods) == set(gpu_check.METHODS) and len(methods) == 6 + 5 * (len(PLANNED) + len(ONLINE) + 2) + len(MATCHED)
 
 
 @pytest.mark.parametrize("at_once", [False, True])

@@ -158,6 +158,8 @@ class GraphedModule(PlannedModule):
 
     - Inputs are copied into ``static_inputs``, buffers that stay. They are the inputs the plan counts; the caller's own copies
       come on top, unless he writes his batches into ``static_inputs`` and calls with those.
+    - Beside the plan there are 1 KiB (the loss and its gradient, once more each) and, for each run of draws that is made again,
+      what PyTorch keeps of a generator on the device, another KiB.
     - All memory of the step stays with the module (``release`` gives it up), inside of a pool no other code can use.
     - Gradients lie in that memory: those in ``.grad`` are moved out of it by the next call (gradient accumulation), at the cost
       of a copy; references to them kept elsewhere are overwritten.
