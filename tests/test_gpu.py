@@ -190,7 +190,7 @@ def test_a_cuda_graph_holds_no_more_beside_the_plan_than_it_says(name: str, tmp_
     again = sum(runs[i] - 1 for i, op in enumerate(step.graph.ops) if op.random)
     expandable = any(segment.get("is_expandable") for segment in torch.cuda.memory_snapshot())
     large = sum(value.size_bytes >= SLACK_BYTES for value in step.graph.values)
-    found = Plan.of(step.graph, peak_bytes, schedule, method="online", wall_s=0.0, step=step)
+    found = Plan.of(step.graph, peak_bytes, schedule, method="online", wall_s=0.0)
     trial = Bench(step, inputs, repeats=1).planned(found, cuda_graph=True)
     assert trial.grad_error == trial.buffer_error == 0
     assert trial.peak_bytes <= peak_bytes + 1024 * (1 + again) + (0 if expandable else large * SLACK_BYTES)
