@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +33,7 @@ COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#0
 MARKERS = "os^DvP*X<>h"  # as many as have no factor in common with the colours: no two of 77 curves look alike
 DASHES = ["-", "--", ":", "-."]  # one for each time round the colours
 SECONDS_FROM_MS = 10_000
+MEASURED_HIGHEST = 100  # of figures of measured steps, in per cent
 HIGHEST = 200  # overhead in per cent, of a figure: what takes three times as long is no alternative
 
 
@@ -166,6 +167,40 @@ def draw_panels(panels: Sequence[Sequence[dict[str, Any]]], methods: Sequence[st
         draw_overhead(axes, of_graph, methods)
         _entitle(axes, of_graph[0]["graph"])
         _cut_off(axes)
+    _name_below(figure, grid.flat[: len(panels)])
+    save(figure, path)
+
+
+def draw_measured(
+    panels: Sequence[tuple[str, Mapping[str, Sequence[tuple[float, float]]]]], methods: Sequence[str], path: str
+) -> None:
+    """Measured overhead against measured peak (share of plain PyTorch's) in points, a panel for each title, with one legend.
+
+    panels   title, and the points of each method: (share, overhead)
+    methods  in the order of their colours
+    """
+    across = min(4, len(panels))
+    figure, grid = plt.subplots(
+        -(-len(panels) // across),
+        across,
+        figsize=(4.5 * across, 3.5 * -(-len(panels) // across) + 0.8),
+        squeeze=False,
+        layout="constrained",
+    )
+    for axes in grid.flat[len(panels) :]:
+        axes.remove()
+    for axes, (title, curves) in zip(grid.flat, panels, strict=False):
+        for number, method in enumerate(methods):
+            points = [(share, 100 * overhead) for share, overhead in curves.get(method, ())]
+            style: dict[str, Any] = look(number) | {"marker": MARKERS[number % len(MARKERS)], "markersize": 5}
+            if len(points) < 2 or method.startswith(("checkpoint", "selective", "torch_remat")):
+                style["linestyle"] = "none"
+            if points:
+                axes.plot(*zip(*points, strict=True), label=label_of(method), **style)
+        axes.set(xlabel="measured peak / plain PyTorch's", ylabel="measured overhead (%)")
+        axes.set_ylim(-5, MEASURED_HIGHEST)
+        axes.grid(alpha=0.3)
+        _entitle(axes, title)
     _name_below(figure, grid.flat[: len(panels)])
     save(figure, path)
 

@@ -11,6 +11,8 @@ from statistics import median
 
 from planner.budget import format_bytes
 
+from .gpu_doc import of_rows
+from .gpu_doc import summary as on_gpu
 from .output import ended
 from .page import END, ROOT, parser_of, percent, publish, table, with_section
 from .rows import read_rows
@@ -239,6 +241,9 @@ def results() -> str:
             "Plans at budgets from 90 % of the keep-all peak down, and what is proved about them, two cores "
             "(`benchmarks/plans.jsonl`; every budget is in `docs/plans.md`):",
             summarised(plans),
+            "One training step on an NVIDIA H200, measured (`benchmarks/gpu.jsonl`; every budget and rival is in `docs/gpu.md`). "
+            "Budgets are shares of the keep-all peak, overheads are over plain PyTorch:",
+            on_gpu(of_rows(read_rows(ROOT / "benchmarks" / "gpu.jsonl"))),
             "What a step takes on the host, one thread, processor time (`benchmarks/eager_cpu.jsonl`). Straight-line code has "
             "less to do than autograd; deciding in Python takes longer than a small op, as these are but for the last model's:",
             hosted(read_rows(ROOT / "benchmarks" / "eager_cpu.jsonl")),

@@ -1,0 +1,82 @@
+"""The page of GPU results: what it claims follows from the rows, and it is the one drawn from the committed rows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from belady import gpu_doc
+from belady.gpu_doc import Measured, budgets, of_rows, rivals, summary, worst
+from belady.page import END, ROOT
+from belady.rows import write_rows
+
+
+def row(method: str, share: float | None, time_ns: int | None, measured_bytes: int | None, **more: Any) -> dict[str, Any]:
+    status = "MEASURED" if time_ns is not None else "UNKNOWN"
+    row = {"graph": "net", "device": "D", "method": method, "share": share, "status": status, "reason": None}
+    row |= {"measured_time_ns": time_ns, "measured_peak_bytes": measured_bytes, "measured_eager_time_ns": 1000}
+    return {**row, "overhead": None, "gap": None, "peak_bytes": None, "budget_bytes": None, **more}
+
+
+def plan(method: str, share: float | None, time_ns: int, measured_bytes: int, overhead: float) -> dict[str, Any]:
+    planned = {"overhead": overhead, "gap": 0.0, "peak_bytes": 500, "budget_bytes": 512}
+    return row(method, share, time_ns, measured_bytes, **planned)
+
+
+ROWS = [
+    {"graph": None, "device": "D", "method": "tests", "share": None, "status": "PASSED"},
+    row("eager", None, 1000, 1000),
+    plan("optimum", 0.5, 1100, 500, 0.08),
+    plan("optimum+cuda_graph", 0.5, 1050, 524, 0.08),
+    row("checkpoint:1", None, 1300, 600),
+    plan("optimum=checkpoint:1", None, 1080, 600, 0.05),
+    row("online:dtr", 0.5, 1500, 510),
+    row("online:lru", 0.5, None, None, reason="THRASHED: recomputed too much"),
+    row("compile", 0.5, 1070, 550, measured_sweep=[[0.5, 550, 1070], [0.9, 400, 1900]]),
+]
+
+
+def test_every_figure_follows_from_the_rows() -> None:
+    (found,) = of_rows(ROWS)
+    assert summary([found], [0.5]).splitlines()[-1] == (
+        "| net | 0.0 ms, 0.977 KiB | 8.00 % / 10.00 % / 5.00 % | 30.00 % → 8.00 % (600 B) |"
+    )
+    promised = worst([found]).splitlines()
+    assert "2 planned steps ran" in promised[0] and "2.00 points apart" in promised[0] and "3.00 points" in promised[0]
+    assert "at most 0 bytes" in promised[1] and "0 are above the budget" in promised[1] and "at most 24 bytes" in promised[1]
+    # The compiled step at 550 bytes is faster than the plan at 500; at 400 bytes there is no plan.
+    assert promised[2].startswith("- 2 checkpointed or compiled") and promised[2].endswith("of these plans 1 took longer.")
+    assert "| 10.00 % | 5.00 % | 500 / 500 | 50.00 % | - | thrashes | - | - |" in budgets(found)
+    assert [line.split(" | ")[2:] for line in rivals(found).splitlines()[2:]] == [
+        ["30.00 %", "600 B", "8.00 % |"],
+        ["90.00 %", "-", "- |"],
+        ["7.00 %", "500 B", "10.00 % |"],
+    ]
+
+
+def test_overheads_are_over_the_fastest_plain_step() -> None:
+    slow = [{**each, "measured_eager_time_ns": 2000} if each["method"] == "eager" else each for each in ROWS[1:]]
+    assert Measured(slow).overhead(1100) == pytest.approx(0.1)
+
+
+def test_a_broken_budget_is_said() -> None:
+    (found,) = of_rows([*ROWS, plan("optimum", 0.4, 1200, 513, 0.2)])
+    assert "at most 13 bytes above the planned ones, and 1 are above the budget" in worst([found])
+
+
+def test_the_page_is_drawn_and_checked(tmp_path: Path) -> None:
+    rows, page = tmp_path / "rows.jsonl", tmp_path / "gpu.md"
+    write_rows(str(rows), ROWS)
+    page.write_text(f"before\n{gpu_doc.BEGIN}\n{END}\nafter\n")
+    command = ["--rows", str(rows), "--page", str(page)]
+    assert gpu_doc.main([*command, "--check"]) == 2
+    assert gpu_doc.main(command) == 0 == gpu_doc.main([*command, "--check"])
+    assert page.read_text().startswith("before\n") and page.read_text().endswith("after\n")
+    assert page.with_suffix(".png").stat().st_size > 1000
+
+
+def test_the_committed_page_is_up_to_date() -> None:
+    assert (ROOT / "benchmarks" / "gpu.jsonl").exists()
+    assert gpu_doc.main(["--check"]) == 0, "run python -m belady.gpu_doc"
