@@ -253,6 +253,22 @@ def branch_on_positions(model: Lambda, x: Tensor) -> Tensor:
     return square(model.linear(x)) if (places.diff() > 0).all() and places.sum().item() == 15 else x.sum()
 
 
+def lists_of_positions(model: Lambda, x: Tensor) -> Tensor:
+    y = model.linear(x)
+    for row in torch.arange(6).view(2, 3).tolist():
+        y = y * (1 + row[1]) + torch.tensor([0.5, 0.25]).tolist()[row[0] // 3]
+    return square(y[:, torch.ones(3, dtype=torch.long).cumsum(0).tolist()])
+
+
+def places_of_a_mask(model: Lambda, x: Tensor) -> Tensor:
+    mask = torch.ones(4, 8).tril(2).bool()
+    rows, columns = mask.nonzero(as_tuple=True)
+    places = torch.arange(32.0).view(4, 8)[mask]
+    places.mul_(0.1)  # what is written is not what the next call begins with
+    kinds, counts = torch.unique(columns, return_counts=True)
+    return square(model.linear(x)[rows, columns] * places) + model.linear(x)[:, kinds[counts > 1]].sum()
+
+
 def branch_on_what_was_a_constant(model: Lambda, x: Tensor) -> Tensor:
     places = torch.zeros(2, 8)
     row = places[0]
@@ -385,6 +401,8 @@ CASES: dict[str, Callable[[], Case]] = {
     ),
     "draws in place": lambda: lambda_case(draws_in_place, x8),
     "branch on positions": lambda: lambda_case(branch_on_positions, x8),
+    "lists of positions": lambda: lambda_case(lists_of_positions, x8),
+    "places of a mask": lambda: lambda_case(places_of_a_mask, x8),
     "split": lambda: lambda_case(lambda m, x: square(torch.cat([t.tanh() for t in m.linear(x).split(3, 1)], 1)), x8),
     "in place": lambda: lambda_case(lambda m, x: square(m.linear(x).add_(1).mul_(2).t()[2:4]), x8),
     "bags": lambda: lambda_case(

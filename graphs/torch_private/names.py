@@ -19,6 +19,7 @@ __all__ = [
     "LOOKS_FOR_CAUSAL",
     "ONE_TRACE_AT_A_TIME",
     "BoxedCodeGen",
+    "DynamicOutputShapeException",
     "FakeTensor",
     "FakeTensorMode",
     "FunctionalTensor",

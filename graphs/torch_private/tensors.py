@@ -74,6 +74,11 @@ def replace_content(storage: UntypedStorage, content: UntypedStorage) -> None:
         content.resize_(0)
 
 
+def is_functional(tensor: Tensor) -> bool:
+    """Whether a tensor is what ``FunctionalTensor`` wraps: of no class of its own, and without data to look at."""
+    return bool(torch._is_functional_tensor(tensor))
+
+
 def is_functorch_wrapped(tensor: Tensor) -> bool:
     """Whether a tensor stands for another one inside of ``torch.func.grad``, ``vmap`` and the like; it has no storage."""
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))

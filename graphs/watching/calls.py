@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from graphs.errors import CaptureError
 from graphs.torch_private.names import OpOverload, TorchDispatchMode, no_dispatch, tree_leaves
+from graphs.torch_private.tensors import is_functional
 
 OF_THE_MODEL = "only those of the model may change in a step, so make the loss a part of the model, which then returns it"
 
@@ -83,7 +84,8 @@ class Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return repr(leaf) if isinstance(leaf, bool | int | float | complex | str | None) else type(leaf).__name__
         new = id(leaf) not in self._numbers
         number = self._number(leaf)
-        if new and type(leaf) is Tensor and leaf.device.type == "cpu" and leaf.numel() <= self.LIMIT:
+        real = type(leaf) is Tensor and not is_functional(leaf)
+        if new and real and leaf.device.type == "cpu" and leaf.numel() <= self.LIMIT:
             with no_dispatch():
                 return number, leaf.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         return number
