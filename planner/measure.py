@@ -66,16 +66,22 @@ def measure(
         raise ValueError(f"repeats must be at least 1, not {repeats}")
     if device.type == "cuda":
         return _measure_cuda(run, device, resident_bytes, prepare, repeats)
+    time_ns = wall_time_ns(run, prepare=prepare, repeats=repeats)
+    prepare()
+    with StorageMeter() as meter:
+        result = run()
+    return Measured(result, resident_bytes + meter.peak_bytes, time_ns, None)
+
+
+def wall_time_ns(run: Callable[[], object], *, prepare: Callable[[], object] = lambda: None, repeats: int = 1) -> int:
+    """The median of ``repeats`` runs on a CPU, with nothing in their way; ``prepare`` before each of them is not timed."""
     times = []
     for _ in range(repeats):
         prepare()
         begin = time.perf_counter_ns()
         run()
         times.append(time.perf_counter_ns() - begin)
-    prepare()
-    with StorageMeter() as meter:
-        result = run()
-    return Measured(result, resident_bytes + meter.peak_bytes, round(statistics.median(times)), None)
+    return round(statistics.median(times))
 
 
 def _measure_cuda(

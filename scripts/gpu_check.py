@@ -80,7 +80,9 @@ ONLINE = ("online:dtr", "online:dtr_eq", "online:lru", "online:coop")
 MATCHED = {f"optimum={rival}": rival for rival in WHOLE[1:5]}  # the plan for as many bytes as that rival's measured peak
 INTERPOSED = "online.budget"  # any eager model, nothing captured
 COMPILED = "compile"
-METHODS = (*WHOLE, *PLANNED, *ONLINE, *MATCHED, INTERPOSED, COMPILED)
+BOTH_COMPILED = f"optimum={COMPILED}"  # the backend "belady", for as many bytes as the least peak of any ratio
+METHODS = (*WHOLE, *PLANNED, *ONLINE, *MATCHED, INTERPOSED, COMPILED, BOTH_COMPILED)
+RIVALS = (*MATCHED.values(), COMPILED)
 FIRST_RATIOS = (0.5, 0.25, 0.75)  # of the compiler's memory budget, measured for every workload
 PLAN_S = 15.0  # solving one budget
 _GPU_TEST = re.compile(r"^\s*@pytest\.mark\.gpu", re.MULTILINE)
@@ -143,7 +145,8 @@ def cells(methods: Sequence[str], shares: Sequence[float]) -> list[Cell]:
     found += [Cell(method, None) for method in WHOLE[1:] if method in methods]
     found += [Cell(method, share) for share in shares for method in ONLINE if method in methods]
     found += [Cell(method, None) for method, rival in MATCHED.items() if method in methods and rival in methods]
-    return found + [Cell(method, share) for method in (INTERPOSED, COMPILED) if method in methods for share in shares]
+    found += [Cell(method, share) for method in (INTERPOSED, COMPILED) if method in methods for share in shares]
+    return found + [Cell(BOTH_COMPILED, None)] * (BOTH_COMPILED in methods and COMPILED in methods)
 
 
 # Plans.
@@ -318,10 +321,12 @@ class Workload:
             trial = self._bench.checkpointed(self._name, int(option), kind)
             self._measured_rival(cell.method, trial.peak_bytes)
             return self._measured(trial)
-        if cell.method in MATCHED:
-            rival = MATCHED[cell.method]
+        rival = COMPILED if cell.method == BOTH_COMPILED else MATCHED.get(cell.method)
+        if rival is not None:
             if rival not in self._rivals:
                 return {"status": "UNAVAILABLE", "reason": f"{rival} has no measured peak"}
+            if rival == COMPILED:
+                return self._both_compiled(self._rivals[rival])
             return self._planned(self._plans.of_bytes(self._rivals[rival]))
         assert cell.share is not None
         if cell.method in PLANNED:
@@ -394,6 +399,7 @@ class Workload:
             self._ratio(sum(crossing[-1]) / 2)  # the highest ratio recomputes least
         sweep = sorted((ratio, trial.peak_bytes, trial.time_ns) for ratio, trial in self._compiled.items())
         row["measured_sweep"] = sweep
+        self._measured_rival(COMPILED, min(peak for _, peak, _ in sweep))
         fitting = [ratio for ratio, peak, _ in sweep if peak <= target]
         if not fitting:
             return {**row, "status": "UNKNOWN", "reason": "no ratio tried has a measured peak that low"}
@@ -402,10 +408,20 @@ class Workload:
         told = "random ops are drawn anew, so gradients cannot be compared" if random else None
         return {**row, **self._measured(self._compiled[ratio]), "measured_ratio": ratio, "reason": told}
 
+    def _both_compiled(self, budget_bytes: int) -> dict[str, Any]:
+        """What the compiler captures may have other ops than plain PyTorch runs, so plans for that are held against it, too."""
+        from planner.compile_backend import belady
+
+        options = {"budget": budget_bytes, "gap": 0.005, "time_limit_s": PLAN_S}
+        return {"budget_bytes": budget_bytes, **self._measured(self._bench.compiled(belady, options))}
+
     def _ratio(self, ratio: float) -> Trial:
+        from graphs.torch_private.partitioned import activation_memory_budget
+
         if ratio not in self._compiled:
             begin = time.monotonic()
-            self._compiled[ratio] = self._bench.compiled(ratio, self._backend)
+            with activation_memory_budget(ratio):
+                self._compiled[ratio] = self._bench.compiled(self._backend)
             self._compiling_s = max(self._compiling_s, time.monotonic() - begin)
         return self._compiled[ratio]
 
@@ -513,6 +529,9 @@ class Session:
         retry = ("FAILED", "UNAVAILABLE", "UNKNOWN") if self.arguments.retry else ()
         self._done = {(r["graph"], r["method"], r["share"]) for r in rows if r["status"] not in retry}
         self._peaks = {(r["graph"], r["method"]): r["measured_peak_bytes"] for r in rows if r["status"] == "MEASURED"}
+        for row in rows:
+            if sweep := row.get("measured_sweep"):
+                self._peaks[row["graph"], COMPILED] = min(peak for _, peak, _ in sweep)
 
     def add(self, row: dict[str, Any]) -> None:
         if row["status"] == "FAILED":
@@ -565,7 +584,7 @@ class Session:
                     ratios=self.arguments.ratios,
                     steps=self.arguments.steps,
                     matched={MATCHED[cell.method] for cell in todo if cell.method in MATCHED},
-                    rivals={m: peak for (graph, m), peak in self._peaks.items() if graph == graph_name and m in MATCHED.values()},
+                    rivals={m: peak for (graph, m), peak in self._peaks.items() if graph == graph_name and m in RIVALS},
                     left_s=lambda: limit_s - (time.monotonic() - begin),
                     log=self.log,
                 )

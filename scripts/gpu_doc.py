@@ -13,7 +13,7 @@ from pathlib import Path
 
 from planner.budget import format_bytes
 
-from .gpu_check import COMPILED, INTERPOSED, MATCHED, ONLINE, PLANNED, WHOLE
+from .gpu_check import BOTH_COMPILED, COMPILED, INTERPOSED, MATCHED, ONLINE, PLANNED, WHOLE
 from .output import ended
 from .page import END, ROOT, parser_of, percent, publish, table, with_section
 from .plots import draw_measured
@@ -56,9 +56,10 @@ class Measured:
             return sorted({(peak, time_ns) for row in rows for _, peak, time_ns in row.get("measured_sweep", ())})
         return sorted((row["measured_peak_bytes"], row["measured_time_ns"]) for row in rows if row["measured_time_ns"])
 
-    def within(self, peak_bytes: int) -> tuple[int, int] | None:
-        """Peak and time of the fastest plan measured whose peak is at most this one."""
-        return min((point for point in self.points(PLAN) if point[0] <= peak_bytes), key=lambda point: point[1], default=None)
+    def within(self, peak_bytes: int, rival: str) -> tuple[int, int] | None:
+        """Peak and time of the fastest plan measured whose peak is at most this one; compiled plans for compiled rivals only."""
+        plans = self.points(PLAN) + (self.points(BOTH_COMPILED) if rival == COMPILED else [])
+        return min((point for point in plans if point[0] <= peak_bytes), key=lambda point: point[1], default=None)
 
 
 def of_rows(rows: Iterable[Row]) -> list[Measured]:
@@ -84,7 +85,7 @@ def summary(found: Sequence[Measured], shares: Sequence[float] = (0.7, 0.5, 0.3)
             parts.append(each.overhead(graphed["measured_time_ns"]) if graphed is not None else None)
             line.append(" / ".join(map(percent, parts)))
         rival = next(iter(each.points("checkpoint:1")), None)
-        same = each.within(rival[0]) if rival is not None else None
+        same = each.within(rival[0], "checkpoint:1") if rival is not None else None
         if rival is None or same is None:
             line.append("-")
         else:
@@ -113,7 +114,7 @@ def worst(found: Sequence[Measured]) -> str:
                 else:
                     graphed_apart, graphed_above = max(graphed_apart, further), max(graphed_above, more)
     rivals = [(each, method, *point) for each in found for method in (*WHOLE[1:], COMPILED) for point in each.points(method)]
-    fair = [(time_ns, plan) for each, _, peak, time_ns in rivals if (plan := each.within(peak)) is not None]
+    fair = [(time_ns, plan) for each, method, peak, time_ns in rivals if (plan := each.within(peak, method)) is not None]
     slower = sum(plan[1] > time_ns for time_ns, plan in fair)
     points, graphed_points = (f"{100 * share:.2f} points" for share in (apart, graphed_apart))
     return "\n".join(
@@ -158,7 +159,7 @@ def rivals(each: Measured) -> str:
     lines = []
     for method in (*WHOLE[1:], COMPILED):
         for peak_bytes, time_ns in each.points(method):
-            plan = each.within(peak_bytes)
+            plan = each.within(peak_bytes, method)
             mine = ("-", "-") if plan is None else (format_bytes(plan[0]), percent(each.overhead(plan[1])))
             lines.append((f"`{method}`", format_bytes(peak_bytes), percent(each.overhead(time_ns)), *mine))
     return table(("rival", "measured peak", "overhead", "peak of the plan", "overhead of the plan"), lines)

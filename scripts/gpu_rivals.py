@@ -20,13 +20,12 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from graphs.capture import Step
 from graphs.errors import InputError
 from graphs.rewriting.sizes import cuda_bytes
-from graphs.torch_private.partitioned import activation_memory_budget
 from online.eager import EagerRun
 from online.eager import budget as eager_budget
 from online.runtime import run
 from planner.execute import PlannedModule
 from planner.execution.cuda_graph import GraphedModule
-from planner.measure import measure, resident_before_backward
+from planner.measure import measure, resident_before_backward, wall_time_ns
 from planner.result import Plan
 
 Once = Callable[[], Tensor]  # one step: fills ``.grad`` and the buffers, returns the loss
@@ -119,12 +118,12 @@ class Bench:
         with _out_of_place(model, kind == "selective"), wrapped(blocks(name, model)[::every], CHECKPOINTS[kind]()):
             return self.trial(self.eager)
 
-    def compiled(self, ratio: float, backend: str) -> Trial:
-        """One step compiled with an ``activation_memory_budget``. Compiling is not timed."""
-        torch.compiler.reset()  # else the code for the ratio before is used
-        with warnings.catch_warnings(), activation_memory_budget(ratio):
+    def compiled(self, backend: str | Callable[..., Any], options: dict[str, Any] | None = None) -> Trial:
+        """One step compiled, which is not timed."""
+        torch.compiler.reset()  # else what was compiled before is used, whatever the settings
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            function = torch.compile(self.step.body, backend=backend)
+            function = torch.compile(self.step.body, backend=backend, options=options)
             inputs = self.inputs
 
             def once() -> Tensor:
@@ -140,16 +139,16 @@ class Bench:
     def trial(self, once: Once, resident_bytes: int | None = None, *, by_allocator: bool = False) -> Trial:
         """Measure one way to run the step.
 
-        by_allocator  on a CPU, take the peak from the allocator's events: compiled code does not run under a meter, and what
-                      ``online.budget`` evicts is a storage without bytes
+        by_allocator  on a CPU, take the peak from the allocator's events: under a meter compiled code does not run, nor ever
+                      again, and what ``online.budget`` evicts is a storage without bytes
         """
         resident = self._resident_bytes if resident_bytes is None else resident_bytes
         device = self.step.device
         if by_allocator and device.type == "cpu":
-            times = measure(once, device, resident, prepare=self._as_at_first, repeats=self._repeats)
+            time_ns = wall_time_ns(once, prepare=self._as_at_first, repeats=self._repeats)
             self._as_at_first()
             loss, above = _profiled(once)
-            return self._compared(loss, times.time_ns, resident + above, None)
+            return self._compared(loss, time_ns, resident + above, None)
         measured = measure(once, device, resident, prepare=self._as_at_first, repeats=self._repeats)
         return self._compared(measured.result, measured.time_ns, measured.peak_bytes, measured.reserved_bytes)
 

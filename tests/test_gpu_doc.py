@@ -61,6 +61,17 @@ def test_overheads_are_over_the_fastest_plain_step() -> None:
     assert Measured(slow).overhead(1100) == pytest.approx(0.1)
 
 
+def test_compiled_plans_are_held_against_compiled_rivals_only() -> None:
+    (found,) = of_rows([*ROWS, row("optimum=compile", None, 1060, 390)])
+    assert worst([found]).splitlines()[2].startswith("- 3 checkpointed or compiled")
+    assert worst([found]).splitlines()[2].endswith("of these plans 0 took longer.")
+    assert [line.split(" | ")[2:] for line in rivals(found).splitlines()[2:]] == [
+        ["30.00 %", "600 B", "8.00 % |"],
+        ["90.00 %", "390 B", "6.00 % |"],
+        ["7.00 %", "390 B", "6.00 % |"],
+    ]
+
+
 def test_a_broken_budget_is_said() -> None:
     (found,) = of_rows([*ROWS, plan("optimum", 0.4, 1200, 513, 0.2)])
     assert "at most 13 bytes above the planned ones, and 1 are above the budget" in worst([found])
