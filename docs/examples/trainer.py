@@ -3,7 +3,8 @@
     python docs/examples/trainer.py
 
 The Trainer gets a module that looks like the model: it takes the same keywords and has the same state. It returns the loss
-alone, so the Trainer is told not to look for anything else, and to save the model itself.
+alone, so the Trainer is told not to look for anything else, and to save the model itself. What the Trainer divides the loss by,
+the number of targets in all the batches of an update, changes from one to the next, so it is an input of the plan.
 """
 
 from __future__ import annotations
@@ -34,8 +35,14 @@ class Words(torch.utils.data.Dataset[dict[str, Tensor]]):
 class LossTrainer(Trainer):
     """The model returns its loss, and is what is saved."""
 
-    def compute_loss(self, model: nn.Module, inputs: dict[str, Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        loss: Tensor = model(**inputs)
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Tensor],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Tensor:
+        loss: Tensor = model(**inputs, num_items_in_batch=torch.as_tensor(num_items_in_batch).float())
         return loss
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
@@ -46,12 +53,6 @@ class LossTrainer(Trainer):
             super()._save(output_dir, state_dict)
         finally:
             self.model = module
-
-
-class PlainTrainer(Trainer):
-    def compute_loss(self, model: nn.Module, inputs: dict[str, Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        loss: Tensor = model(**inputs).loss
-        return loss
 
 
 def train(kind: type[Trainer], model: nn.Module, data: Words) -> list[float]:
@@ -89,12 +90,13 @@ def make_model() -> GPT2LMHeadModel:
 def main() -> None:
     data = Words()
     batch = {key: torch.stack([data[i][key] for i in range(8)]) for key in ("input_ids", "labels")}
+    batch["num_items_in_batch"] = torch.tensor(8 * 63.0)
     model = make_model()
     p = plan(model, 0.5, inputs=batch, gap=0.02, time_limit_s=10)
     print(f"{p.peak_bytes:,} bytes instead of {plan(p.step, 1.0).peak_bytes:,}, {p.overhead:.2%} more time")
     losses = train(LossTrainer, p.module(), data)
     print("losses", losses)
-    print("same losses as the plain Trainer:", losses == train(PlainTrainer, make_model(), data))
+    print("same losses as the plain Trainer:", losses == train(Trainer, make_model(), data))
 
 
 if __name__ == "__main__":
