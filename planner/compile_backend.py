@@ -40,7 +40,14 @@ from graphs.errors import CaptureError, InfeasibleBudget, InputError, InvalidSch
 from graphs.ir import Graph
 from graphs.rewriting.nodes import outputs_of, tensors_of
 from graphs.torch_private.names import ONE_TRACE_AT_A_TIME, BoxedCodeGen
-from graphs.torch_private.partitioned import changed_inputs, compile_partitioned, is_unwatched, parameter_inputs, passed_over
+from graphs.torch_private.partitioned import (
+    backward_is_traced_again,
+    changed_inputs,
+    compile_partitioned,
+    is_unwatched,
+    parameter_inputs,
+    passed_over,
+)
 from graphs.tracing.refusals import refusal
 from planner.budget import format_bytes, is_share, resolve_budget
 from planner.execution.draws import generator_state_like
@@ -65,7 +72,7 @@ def belady(module: fx.GraphModule, examples: Sequence[Any], *, options: Mapping[
     One line about each graph is logged (logger "belady", level INFO; WARNING where a share is not met). A graph without backward
     runs as it is.
 
-    Raises, inside of what torch.compile raises: InputError for options that cannot be used and for dynamic shapes,
+    Raises, inside of what torch.compile raises: InputError for options that cannot be used, dynamic shapes and compiled autograd,
     InfeasibleBudget, NoScheduleFound and CaptureError as ``plan`` does.
     """
     options = dict(options or {})
@@ -74,6 +81,11 @@ def belady(module: fx.GraphModule, examples: Sequence[Any], *, options: Mapping[
     if any(isinstance(example, torch.SymInt | torch.SymFloat) or _symbolic(example) for example in examples):
         raise InputError(
             'the backend "belady" plans for fixed shapes: call torch.compile(..., dynamic=False), which plans once per shape'
+        )
+    if backward_is_traced_again():
+        raise InputError(
+            'the backend "belady" plans forward and backward together, and compiled autograd would trace the backward again, in '
+            "another order; set torch._dynamo.config.compiled_autograd = False"
         )
     budget = options.pop("budget")
 

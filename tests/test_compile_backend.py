@@ -512,6 +512,17 @@ def test_what_cannot_be_used_is_refused(options: dict[str, Any], error: type[Exc
     assert isinstance(caught.value.inner_exception, error)
 
 
+def test_compiled_autograd_is_refused() -> None:
+    """It would trace the backward into a graph of its own, ordered anew."""
+    model, inputs = mlp()
+    with (
+        torch._dynamo.config.patch(compiled_autograd=True),
+        pytest.raises(BackendCompilerFailed, match="compiled autograd would trace the backward again") as caught,
+    ):
+        torch.compile(model, backend=belady, options={**TIGHT, "budget": 0.9})(*inputs)
+    assert isinstance(caught.value.inner_exception, InputError)
+
+
 @pytest.mark.filterwarnings("ignore:Error detected in EmbeddingBackward0:UserWarning")
 def test_what_cannot_be_traced_does_not_run_without_a_plan() -> None:
     """Dynamo takes some of what a backend raises for a graph break, and would run the model as it is, whatever the budget."""

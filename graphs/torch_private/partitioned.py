@@ -238,6 +238,13 @@ def is_unwatched(node: fx.Node) -> bool:
     return bool(node.meta.get("saved_tensor_with_no_vc_check", False))
 
 
+def backward_is_traced_again() -> bool:
+    """Whether the backward of what is compiled becomes part of another graph (compiled autograd), ordered anew."""
+    from torch._dynamo import compiled_autograd, config
+
+    return bool(config.compiled_autograd or compiled_autograd.compiled_autograd_enabled)
+
+
 @contextlib.contextmanager
 def activation_memory_budget(ratio: float) -> Iterator[None]:
     """What is compiled inside may save this share (0 to 1) of the activations: the compiler's own recomputation."""
