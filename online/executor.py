@@ -22,7 +22,7 @@ from graphs.capture import Inputs, Step, bind
 from graphs.rewriting.nodes import attribute, outputs_of
 from planner.execute import StepResult, as_captured, unit_tangent
 from planner.execution.calls import quickest
-from planner.execution.draws import Where, draws_from, generator_state, generators_of, repeat_draw, undone_on_failure
+from planner.execution.draws import Where, drawn, draws_from, generator_state, generators_of, repeat_draw, undone_on_failure
 from planner.execution.lowering import placement
 
 Store = list[Tensor | None]  # tensors of placeholders and of what ops made, by place; None while not in memory
@@ -45,8 +45,8 @@ class Outcome(StepResult):
 class Execution(contextlib.AbstractContextManager["Execution"]):
     """Drives the ops of one training step for an ``Engine``. Enter it around the run; ``outcome`` gives the results.
 
-    Random ops keep the state their generator had before their first draw (on the host: 5 KB an op on CPU, 16 bytes on CUDA; no
-    part of the budget) and repeat that draw when they run again. Where the run fails the generators are put back.
+    Random ops keep the states their generator had before and after their first draw (on the host: 10 KB an op on CPU, 32 bytes on
+    CUDA; no part of the budget) and repeat that draw when they run again. Where the run fails the generators are put back.
 
     Raises InputError where the inputs or the model differ from what was captured.
     """
@@ -82,8 +82,9 @@ class Execution(contextlib.AbstractContextManager["Execution"]):
         if op in self._states:
             repeat_draw(self._states[op], where, run, store)
         else:
-            self._states[op] = generator_state(where)
+            before = generator_state(where)
             run(store)
+            self._states[op] = drawn(before, where)
 
     def free(self, storage: int) -> None:
         """See ``online.engines.engine.Driver``."""

@@ -70,8 +70,8 @@ def lower(step: Step, schedule: Schedule) -> fx.GraphModule:
     names. The call empties the list it is given (boxed convention), so that it holds nothing the code has dropped.
 
     At every moment the storages alive are at most those that ``simulate`` counts. A random op that runs again repeats its
-    first draw: the state of its generator is kept on the host (5 KB an op on CPU, 16 bytes on CUDA; bookkeeping, no part of
-    the budget) and afterwards the generator is as after plain PyTorch.
+    first draw: the states of its generator around it are kept on the host (10 KB an op on CPU, 32 bytes on CUDA; bookkeeping,
+    no part of the budget) and afterwards the generator is as after plain PyTorch.
 
     Raises InvalidSchedule where the schedule breaks a rule of ``simulate``.
     """

@@ -29,7 +29,7 @@ from graphs.errors import BudgetExceeded, InputError, InvalidSchedule
 from graphs.ir import Graph
 from graphs.torch_private.tensors import storage_key
 from planner.execute import PlannedModule, PlannedStep, StepResult, lower, run_step
-from planner.execution.draws import generator_state, repeat_draw
+from planner.execution.draws import drawn, generator_state, repeat_draw
 from planner.measure import StorageMeter, measure, resident_before_backward
 from planner.plan import plan as plan_of
 from planner.plan import with_costs
@@ -468,12 +468,75 @@ def test_draws_from_several_generators_are_repeated_together() -> None:
     def draw() -> tuple[Tensor, Tensor]:
         return torch.rand(3, generator=one), torch.rand(3, generator=other)
 
-    state = generator_state(where)
-    first, second = draw(), draw()
+    before = generator_state(where)
+    first = draw()
+    states = drawn(before, where)
+    second = draw()
     now = one.get_state(), other.get_state()
-    again = repeat_draw(state, where, draw)
+    again = repeat_draw(states, where, draw)
     assert all(map(torch.equal, again, first)) and not any(map(torch.equal, first, second))
     assert all(map(torch.equal, now, (one.get_state(), other.get_state())))
+
+
+def test_draws_of_another_thread_are_noticed() -> None:
+    where = torch.device("cpu")
+    for stranger in (0, 1, 2):
+        before = generator_state(where)
+        if stranger == 1:
+            torch.rand(3)
+        torch.rand(5)
+        if stranger == 2:
+            torch.rand(1)
+        states = drawn(before, where)
+        now = torch.get_rng_state()
+        if stranger:
+            with pytest.raises(InputError, match="another thread has drawn random numbers from the default generator of cpu"):
+                repeat_draw(states, where, torch.rand, 5)
+        else:
+            repeat_draw(states, where, torch.rand, 5)
+        assert torch.equal(torch.get_rng_state(), now)
+
+
+class Dropouts(nn.Module):
+    """With all weights one, the loss is the sum of squares of what is left, and each weight's gradients sum to twice that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.ones(200_000)) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for weight in self.weights:
+            x = nn.functional.dropout(x * weight, 0.5) * 0.5
+        return x.square().sum()
+
+
+def test_gradients_are_right_or_refused_beside_a_thread_that_draws() -> None:
+    model, x = Dropouts(), torch.ones(200_000)
+    step = capture(model, x)
+    module = PlannedModule(step, rematerializing(step.graph, 0), PLENTY)
+    assert "repeat_draw" in module.code
+    done = threading.Event()
+
+    def prefetch() -> None:
+        while not done.is_set():
+            torch.randn(1000)
+
+    thread = threading.Thread(target=prefetch)
+    thread.start()
+    try:
+        for _ in range(20):
+            model.zero_grad()
+            try:
+                loss = module(x)
+                loss.backward()
+            except InputError:
+                continue
+            for weight in model.weights:
+                assert weight.grad is not None
+                assert float(weight.grad.double().sum() / loss.double()) == pytest.approx(2, rel=1e-3)
+    finally:
+        done.set()
+        thread.join()
 
 
 @pytest.mark.parametrize("seed", [None, 0, 1])

@@ -18,7 +18,7 @@ from online.blocks.recipes import STRIDED, Content, Recipe, View, WithoutMemory,
 from online.blocks.runs import META, Runs, check_sizes
 from online.blocks.storages import Storages
 from online.engines.growing import GrowingEngine
-from planner.execution.draws import generator_state
+from planner.execution.draws import drawn, generator_state
 
 _NONE: dict[str, Any] = {}  # arguments by name of most calls
 
@@ -102,6 +102,7 @@ class Calls:
         if written:
             acts = acts or any(content.made_by is None or content.number in self._engine.kept for content in written)
         recipe: Recipe | None = None
+        before: list[tuple[torch.device | torch.Generator, Tensor]] = []
         overwritten: list[Content] = []
         if acts:
             for content in written:
@@ -110,7 +111,7 @@ class Calls:
         else:
             recipe = Recipe(func, views, named, written, scratch)
             if kind.random or kind.foreign:
-                recipe.draws = [(where, generator_state(where)) for where in _drawn_from(kind, args, kwargs)]
+                before = [(where, generator_state(where)) for where in _drawn_from(kind, args, kwargs)]
         if scratch:
             read = [content for content in read if content not in scratch]
         self._runs.begun = False
@@ -127,9 +128,11 @@ class Calls:
             raise
         if kind.foreign:
             self._keep_unresizable(kind, args, kwargs)
-        if kind.foreign and recipe is not None:
-            recipe.draws = [(where, state) for where, state in recipe.draws if not torch.equal(state, generator_state(where))]
-            kind.random = kind.random or bool(recipe.draws)
+        if before and recipe is not None:
+            if kind.foreign:
+                before = [(where, state) for where, state in before if not torch.equal(state, generator_state(where))]
+                kind.random = kind.random or bool(before)
+            recipe.draws = [(where, drawn(state, where)) for where, state in before]
         if overwritten:
             check_sizes(overwritten)
         if kind.blank:

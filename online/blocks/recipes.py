@@ -107,7 +107,7 @@ class Recipe:
     written       for each content the op writes over: the old one; its outputs begin with the new ones
     scratch       contents it writes to without what it returns depending on them: run again, it writes to a copy
     makes         what it made (weakly: a recipe lives as long as something made by it may be needed)
-    draws         each generator (or the device whose default one it is) and its state before the draw, of a random op
+    draws         of a random op: where it draws (a generator or a device) and the states around the draw, as ``drawn`` gives them
     with_grad     whether gradients were enabled: some kernels (oneDNN's recurrent layers) make more then
     """
 
@@ -138,8 +138,8 @@ class Recipe:
         # No argument requires a gradient, so nothing is recorded.
         with without_autocast(), torch.set_grad_enabled(self.with_grad), _by_default(self.default_dtype):
             call = self.func
-            for where, state in self.draws:
-                call = functools.partial(repeat_draw, state, where, call)
+            for where, states in self.draws:
+                call = functools.partial(repeat_draw, states, where, call)
             result = call(*args, **kwargs)
         return [own[content] for content in self.written] + new_storages(result, old)
 

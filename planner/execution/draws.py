@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from graphs.capture import Step
+from graphs.errors import InputError
 from graphs.rewriting.nodes import attribute, calls_foreign, tensors_of
 from graphs.torch_private.names import no_dispatch
 
@@ -25,42 +26,71 @@ def generator_state(where: Where) -> Tensor:
     if repeats is not None:  # code that draws on the host is not recorded
         return repeats.first(_generators(where)[0])
     if isinstance(where, tuple):
-        return torch.cat([generator.get_state() for generator in _generators(where)])
+        with no_dispatch():  # bookkeeping; who looks on has no part in it
+            return torch.cat([generator.get_state() for generator in _generators(where)])
     return _generator(where).get_state()
 
 
-def repeat_draw(state: Tensor, where: Where, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def drawn(before: Tensor, where: Where) -> Tensor:
+    """What ``repeat_draw`` needs to know of a first draw: the state before it, and the one it has left, which is the one now.
+    Called by generated code."""
+    if _repeats.get() is not None:
+        return before
+    now = generator_state(where)
+    with no_dispatch():
+        return torch.cat((before, now))
+
+
+def repeat_draw(states: Tensor, where: Where, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Make a call again with the generators in the state of its first run; they are as before afterwards.
 
-    Called by generated code.
+    states  as ``drawn`` gives them
+
+    Called by generated code. Raises InputError where this leaves the generators in another state than the first run did: another
+    thread has drawn from them meanwhile, now or then.
     """
     generators = _generators(where)
     if (repeats := _repeats.get()) is not None:
-        return repeats.again(state, generators[0], functools.partial(call, *args, **kwargs))
+        return repeats.again(states, generators[0], functools.partial(call, *args, **kwargs))
     now = [generator.get_state() for generator in generators]
-    then = [state] if len(now) == 1 else _apart(state, [each.numel() for each in now])
+    before, after = _apart(states, [each.numel() for each in now])
     try:
-        for generator, each in zip(generators, then, strict=True):
+        for generator, each in zip(generators, before, strict=True):
             generator.set_state(each)
-        return call(*args, **kwargs)
+        result = call(*args, **kwargs)
+        left = generator_state(where)
     finally:
         for generator, each in zip(generators, now, strict=True):
             generator.set_state(each)
+    with no_dispatch():
+        same = torch.equal(after, left)
+    if not same:
+        raise InputError(
+            f"another thread has drawn random numbers from the default generator of {generators[0].device} while this step drew "
+            f"from it, so the step cannot draw the same numbers again; give that thread a torch.Generator of its own"
+        )
+    return result
 
 
 def generator_state_like(call: fx.Node) -> Tensor:
-    """What ``generator_state`` returns for a random call, as a fake tensor beside those of the call."""
+    """What ``drawn`` returns for a random call, as a fake tensor beside those of the call."""
     node = generator_node(call)
     where = draws_from(call) if node is None else attribute(node)
     with no_dispatch():
-        size = generator_state(where).shape
+        size = 2 * generator_state(where).numel()
     with tensors_of(call)[0].fake_mode:  # type: ignore[attr-defined]
         return torch.empty(size, dtype=torch.uint8)
 
 
-def _apart(states: Tensor, sizes: list[int]) -> list[Tensor]:
-    """States, each on memory of its own: ``set_state`` reads from the beginning of a storage."""
-    return [state.clone() for state in states.split(sizes)]  # type: ignore[no-untyped-call]
+def _apart(states: Tensor, sizes: list[int]) -> tuple[list[Tensor], Tensor]:
+    """The states of each generator before a draw, each at the beginning of a storage, where ``set_state`` reads; and all of them
+    after it, one after the other."""
+    size = sum(sizes)
+    with no_dispatch():
+        before, after = states.narrow(0, 0, size), states.narrow(0, size, size)
+        if len(sizes) == 1:
+            return [before], after
+        return [state.clone() for state in before.split(sizes)], after  # type: ignore[no-untyped-call]
 
 
 def _generators(where: Where) -> list[torch.Generator]:
@@ -118,7 +148,7 @@ class Repeats(Protocol):
         """In place of ``generator_state``."""
 
     def again(self, state: Tensor, generator: torch.Generator, call: Callable[[], Any]) -> Any:
-        """In place of ``repeat_draw``."""
+        """In place of ``repeat_draw``; ``state`` as ``first`` gave it."""
 
 
 _repeats: ContextVar[Repeats | None] = ContextVar("repeats", default=None)

@@ -16,7 +16,7 @@ from graphs.rewriting.nodes import outputs_of
 from graphs.torch_private.names import BoxedCodeGen
 from graphs.torch_private.tensors import storage_key
 from planner.execution.calls import quickest
-from planner.execution.draws import draws_from, generator_node, generator_state, repeat_draw
+from planner.execution.draws import drawn, draws_from, generator_node, generator_state, repeat_draw
 from planner.schedule import Compute, Schedule, computes
 
 
@@ -26,7 +26,7 @@ class Code:
 
     graph   the code so far
     maker   for each Value an op makes and somebody reads: the node of the captured graph that holds it first
-    states  for random ops that run again: the node that holds the state of the generator before the first draw
+    states  for random ops that run again: the node that holds what ``drawn`` says of the first draw
 
     Freeing is left to FX's code generation, which drops each name right after its last use, or at once where there is none.
     Names of a value, those of its views included, are used only while the schedule has the value in memory; so nothing
@@ -52,7 +52,7 @@ class Code:
         self._hold(node, copy)
 
     def receive_state(self, op: int) -> fx.Node:
-        """Take the state of the generator before the first draw of ``op`` as an argument."""
+        """Take what ``drawn`` says of the first draw of ``op`` as an argument."""
         self.states[op] = self.graph.placeholder(f"{self.step.calls[op].name}_state")
         return self.states[op]
 
@@ -132,8 +132,10 @@ class Code:
         given_generator = generator_node(call)
         where: Any = draws_from(call) if given_generator is None else self.holder(given_generator)
         if op not in self.states:
-            self.states[op] = self.graph.create_node("call_function", generator_state, (where,), name=f"{call.name}_state")
-            return self._copy(call)
+            before = self.graph.create_node("call_function", generator_state, (where,), name=f"{call.name}_before")
+            copy = self._copy(call)
+            self.states[op] = self.graph.create_node("call_function", drawn, (before, where), name=f"{call.name}_state")
+            return copy
         args, kwargs = fx.map_arg((call.args, call.kwargs), self.holder)
         given: Any = self.states[op], where, call.target, *args
         copy = self.graph.create_node("call_function", repeat_draw, given, kwargs, name=call.name)
