@@ -17,6 +17,7 @@ import functools
 import os
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, cast
 
@@ -41,7 +42,7 @@ from online.engines.growing import GrowingEngine
 from online.heuristics import HEURISTICS
 from online.runtime import Run, RunStatus, check_thrash_limit, rule
 from planner.budget import is_share, resolve_budget
-from planner.process.pauses import old_objects_left_alone
+from planner.process.pauses import rare_collections
 from planner.schedule import Schedule, to_json
 from planner.simulate import simulate
 
@@ -162,12 +163,11 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
         self._keeper = Keeper(engine, self._storages, budget_bytes)
         self._record = Record(engine)
         self._interposed = contextlib.ExitStack()
-        self._outside = Outside(
-            engine, self._storages, self._keeper, self._record, budget_bytes, self._interposed, self._is_here, self.noting
-        )
+        block = cast(EagerRun, weakref.proxy(self))
+        self._outside = Outside(block, engine, self._storages, self._keeper, self._record, self._interposed)
         self._runs = Runs(engine, self._storages, self._keeper, self._record, costs)
         self._calls = Calls(engine, self._storages, self._keeper, self._outside, self._runs)
-        self._operators = Operators(self, self._calls.call)
+        self._operators = Operators(block, self._calls.call)
         self._wall_s = 0.0
         self._alive: list[int] | None = None  # storages of the engine that are in memory at the end; None: not there yet
         self.torn = False  # Ctrl-C or another signal came in the middle of what is noted here
@@ -197,12 +197,12 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
             reads = RawReads(self, self._outside, self._keeper)
             self._interposed.enter_context(reads)
             for around in (around_backwards, around_packing):
-                self._interposed.enter_context(around(lambda: reads if self._is_here() else contextlib.nullcontext()))
-            self._interposed.enter_context(called_back_here(self._is_here))
+                self._interposed.enter_context(around(lambda: reads if self.is_here() else contextlib.nullcontext()))
+            self._interposed.enter_context(called_back_here(self.is_here))
             if self.budget_bytes is not None:
                 self._interposed.enter_context(before_fused(self._refuse_fused))
             self._interposed.enter_context(self._operators)
-            self._interposed.enter_context(old_objects_left_alone())
+            self._interposed.enter_context(rare_collections())
         except BaseException:
             self._interposed.close()
             _UNDER_WAY.clear()
@@ -312,12 +312,12 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
             options=self._options,
         )
 
-    def _is_here(self) -> bool:
+    def is_here(self) -> bool:
         """Whether this thread runs the block, or a backward for it: the hooks of torch are those of all threads."""
         return not self.torn and is_active(self._operators)
 
     def _refuse_fused(self, what: str, instead: str) -> None:
-        if self._is_here():
+        if self.is_here():
             raise InputError(f"{what} cannot run under a budget, as its kernels pass by PyTorch's operators; {instead}")
 
     def _settle(self, *, failed: bool) -> None:
@@ -348,6 +348,8 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
         storages.clear()
         self._outside.forget_modules()
         storages.bury()
+        self._operators.close()
+        self._engine.driver = None  # which refers to the engine
         if problem is not None:
             raise problem
         if self._runs.over is not None and not failed:

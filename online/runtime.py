@@ -20,7 +20,7 @@ from online.heuristics import ADDRESS_HEURISTICS, DEFAULT_RULE, HEURISTICS, Heur
 from planner.bounds import least_bytes
 from planner.budget import format_bytes, resolve_budget
 from planner.plan import check_options, graph_of, infeasible
-from planner.process.pauses import old_objects_left_alone
+from planner.process.pauses import rare_collections
 from planner.result import Plan, in_a_line
 from planner.schedule import Schedule, from_json, keep_all
 from planner.simulate import simulate
@@ -274,7 +274,7 @@ def run(
     outcome = None
     layout: dict[int, int] = {}
     start = time.perf_counter()
-    with old_objects_left_alone(), execution or contextlib.nullcontext():
+    with rare_collections(), execution or contextlib.nullcontext():
         for _ in range(UPDATES if allocator in ARENAS and not ARENAS[allocator].in_place else 0):
             engine = new_engine(layout)
             status, failure = play(engine, program, known.declared)

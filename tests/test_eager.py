@@ -1362,10 +1362,40 @@ def test_nothing_is_left_behind() -> None:
         assert meter.live_bytes() == before
     for parameter in found.model.parameters():
         assert not parameter._post_accumulate_grad_hooks
-    gone = weakref.ref(run)
-    del run
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_block_goes_with_its_last_name(fails: bool) -> None:
+    """And with it all it has noted. A loop has a block a step, and the garbage collector comes rarely."""
+    found = case("transformer")
+    thresholds = gc.get_threshold()
     gc.collect()
-    assert gone() is None
+    gc.disable()
+    try:
+        run = found.budget(int((0.1 if fails else 0.8) * found.keep_all_bytes))
+        found.reset()
+        with pytest.raises(BudgetExceeded) if fails else contextlib.nullcontext(), run:
+            found.step()
+        gone = [weakref.ref(part) for part in (run, run._storages, run._operators)]
+        del run
+        assert [ref() for ref in gone] == [None] * 3
+    finally:
+        gc.enable()
+    assert gc.get_threshold() == thresholds
+
+
+@EXACT
+def test_what_the_program_has_dropped_in_cycles_is_collected_where_memory_is_short() -> None:
+    class Sample:
+        def __init__(self) -> None:
+            self.data, self.me = torch.ones(1000), self
+
+    with budget(20_000) as run:
+        for _ in range(50):
+            Sample()
+    assert run.peak_bytes <= 20_000
+    with pytest.raises(BudgetExceeded), budget(20_000):
+        _ = [Sample() for _ in range(6)]
 
 
 @EXACT

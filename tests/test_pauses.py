@@ -1,11 +1,9 @@
-"""The garbage collector during runs and searches: away from old objects, rare, and as before afterwards."""
+"""The garbage collector during runs and searches: rare, and as before afterwards."""
 
 from __future__ import annotations
 
 import gc
-import subprocess
 import sys
-import weakref
 
 import pytest
 
@@ -13,48 +11,7 @@ from graphs.ir import Graph
 from graphs.synthetic import chain
 from planner import Plan, solve
 from planner.methods import method as method_named
-from planner.process.pauses import NEW_OBJECTS, old_objects_left_alone, rare_collections
-
-
-class Node:
-    """Something that only the collector can free."""
-
-    def __init__(self) -> None:
-        self.itself = self
-
-
-def test_old_objects_are_frozen_until_the_outermost_block_ends() -> None:
-    old = weakref.ref(Node())
-    with pytest.raises(ZeroDivisionError), old_objects_left_alone():
-        assert gc.get_freeze_count() > 0
-        new = weakref.ref(Node())
-        with old_objects_left_alone():
-            pass
-        assert gc.get_freeze_count() > 0
-        gc.collect()
-        assert new() is None, "garbage of the block itself is collected in it"
-        assert old() is not None
-        raise ZeroDivisionError
-    assert gc.get_freeze_count() == 0
-    gc.collect()
-    assert old() is None
-    with old_objects_left_alone():
-        assert gc.get_freeze_count() > 0
-
-
-def test_what_others_have_frozen_stays_so() -> None:
-    code = """
-import gc
-from planner.process.pauses import old_objects_left_alone
-gc.freeze()
-before = gc.get_freeze_count()
-for _ in range(2):
-    with old_objects_left_alone():
-        assert gc.get_freeze_count() == before
-assert gc.get_freeze_count() == before
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+from planner.process.pauses import NEW_OBJECTS, rare_collections
 
 
 def test_collections_are_rare_until_the_last_search_ends() -> None:

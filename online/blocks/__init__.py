@@ -1,5 +1,6 @@
 """The parts of an eager block under a budget (``online.eager``).
 
+block          what these parts ask of the block
 interposition  operator calls of the program, and reads and writes past them
 calls          what an operator call reads and writes, and whether it becomes an op of the engine
 runs           the ops: each runs for the first time, and again when the engine asks for it

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator
 from types import FunctionType
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -15,28 +14,11 @@ from graphs.errors import InputError
 from graphs.torch_private.names import HigherOrderOperator, TorchDispatchMode, without_torch_function
 from graphs.torch_private.running import kept_from_compiler
 from graphs.torch_private.tensors import unwrapped
+from online.blocks.block import Block
 from online.blocks.keeping import Keeper
 from online.blocks.outside import Outside
 from online.blocks.recipes import WithoutMemory
 from online.blocks.tensors import takes_calls_apart, tensors_in
-
-
-class Block(Protocol):
-    """What is interposed for.
-
-    torn    interrupted in the middle of something: from then on all is plain PyTorch's
-    raised  the latest error for an operator
-    """
-
-    budget_bytes: int | None
-    torn: bool
-    raised: BaseException | None
-
-    def noting(self) -> contextlib.AbstractContextManager[None]: ...
-
-    def interrupted(self) -> None: ...
-
-    def warn_without_budget(self) -> None: ...
 
 
 def _without_frames(error: BaseException) -> BaseException:
@@ -55,14 +37,19 @@ class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, block: Block, call: Callable[[Any, Any, Any], Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._block = block
-        self._call = call
+        self._call: Callable[[Any, Any, Any], Any] | None = call
+        self._said = False
         if _LEFT_ALONE:
             self.__torch_dispatch__ = self._handle  # type: ignore[method-assign]
 
     def let_through(self) -> None:
         """From now on do nothing, but say so once."""
-        if self._call != self._plain:
-            self._call, self._said = self._plain, False
+        self._call = None
+
+    def close(self) -> None:
+        """After the block: be in no reference cycle."""
+        self._call = None
+        vars(self).pop("__torch_dispatch__", None)
 
     def _plain(self, func: Any, args: Any, kwargs: Any) -> Any:
         if not self._said:
@@ -79,7 +66,7 @@ class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return NotImplemented  # what the tensor does with those it is made of comes here in turn
         with without_torch_function():  # what is done here to a tensor is no reading of the program's
             try:
-                return self._call(func, args, kwargs)
+                return (self._call or self._plain)(func, args, kwargs)
             except WithoutMemory:
                 return func(*args, **(kwargs or {}))
             except BaseException as error:

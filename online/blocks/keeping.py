@@ -36,7 +36,7 @@ class Keeper:
         self.failure: Failure | None = None
         self.thrashed = False
         self.fixed = False
-        self._freeing = False  # see _free_inputs
+        self._freeing = False  # inputs, under way
 
     def guarded(self, name: str, step: Callable[[int], None], number: int) -> None:
         """A step of the engine for an operator of that name. Whatever fails, nothing stays locked.
@@ -55,7 +55,7 @@ class Keeper:
             step(number)
         except OutOfMemory as error:
             self._engine.give_up()
-            if self._free_inputs():
+            if self._free_inputs() or self._free_cycles():
                 self.guarded(name, step, number)
                 return
             asked, held = error.asked_bytes, []
@@ -141,4 +141,13 @@ class Keeper:
             storages.bury()
         finally:
             self._freeing, (self.failure, self.thrashed) = False, failed
+        return self._engine.used_bytes < before
+
+    def _free_cycles(self) -> bool:
+        """Something does not fit: have Python free what the program has dropped in cycles; whether that has freed bytes."""
+        if self._freeing:
+            return False
+        before = self._engine.used_bytes
+        gc.collect()
+        self._storages.bury()
         return self._engine.used_bytes < before

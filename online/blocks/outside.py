@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from graphs.errors import BudgetExceeded
 from graphs.torch_private.names import without_torch_function
 from graphs.torch_private.running import in_backward
 from graphs.torch_private.tensors import is_functorch_wrapped, is_zero_stand_in
+from online.blocks.block import Block
 from online.blocks.estimates import counted_bytes
 from online.blocks.keeping import Keeper
 from online.blocks.kinds import GIVEN
@@ -29,31 +29,25 @@ class Outside:
     """Finds the contents of tensors, and counts storages that were made outside the block when it first meets them.
 
     interposed  what is undone at the end of the block
-    is_here     whether this thread runs the block: the hooks of torch are those of all threads
-    noting      around what notes something down outside of operators
     """
 
     def __init__(
         self,
+        block: Block,
         engine: GrowingEngine,
         storages: Storages,
         keeper: Keeper,
         record: Record,
-        budget_bytes: int | None,
         interposed: contextlib.ExitStack,
-        is_here: Callable[[], bool],
-        noting: Callable[[], contextlib.AbstractContextManager[None]],
     ) -> None:
+        self._block = block
         self._engine = engine
         self._storages = storages
         self._contents = storages.by_key
         self._died = storages.died
         self._keeper = keeper
         self._record = record
-        self._budget_bytes = budget_bytes
         self._interposed = interposed
-        self._is_here = is_here
-        self._noting = noting
         self._seen_modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def content(self, tensor: Tensor) -> Content:
@@ -105,14 +99,14 @@ class Outside:
         """Refuse a budget that is too small for what is there from the start, once all of it is counted."""
         engine = self._engine
         if not engine.steps and engine.used_bytes > engine.budget_bytes:
-            assert self._budget_bytes is not None
-            raise BudgetExceeded("what is there from the start", engine.used_bytes, self._budget_bytes)
+            assert self._block.budget_bytes is not None
+            raise BudgetExceeded("what is there from the start", engine.used_bytes, self._block.budget_bytes)
 
     def meet_module(self, module: nn.Module, inputs: Any) -> None:
         """At the first call of a module: all it holds is in memory from now on at the latest."""
-        if module in self._seen_modules or not self._is_here():
+        if module in self._seen_modules or not self._block.is_here():
             return
-        with self._noting(), without_torch_function():
+        with self._block.noting(), without_torch_function():
             for part in module.modules():
                 self._seen_modules.add(part)
             for tensor in tensors_in(module):
@@ -125,14 +119,14 @@ class Outside:
 
     def keep_state(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """After a step of an optimizer: its state stays, as it could be made again only from the gradients of all steps."""
-        with self._noting(), without_torch_function():
-            for tensor in tensors_in(optimizer.state) if self._is_here() else ():
+        with self._block.noting(), without_torch_function():
+            for tensor in tensors_in(optimizer.state) if self._block.is_here() else ():
                 self._keeper.fix(self.content(tensor), "the state of an optimizer")
 
     def _keep_gradient(self, leaf: Tensor) -> None:
         """A gradient has reached its parameter. It is to be there at the end, and what it came from is about to go."""
-        if leaf.grad is not None and leaf.grad.layout is torch.strided and self._is_here():
-            with self._noting(), without_torch_function():
+        if leaf.grad is not None and leaf.grad.layout is torch.strided and self._block.is_here():
+            with self._block.noting(), without_torch_function():
                 for gradient in tensors_in(leaf.grad):
                     self._keeper.keep(self.content(gradient), "a gradient")
 
