@@ -42,6 +42,7 @@ from online.engines.growing import GrowingEngine
 from online.heuristics import HEURISTICS
 from online.runtime import Run, RunStatus, check_thrash_limit, rule
 from planner.budget import is_share, resolve_budget
+from planner.plan import check_options
 from planner.process.pauses import rare_collections
 from planner.schedule import Schedule, to_json
 from planner.simulate import simulate
@@ -93,6 +94,9 @@ def budget(
     comes in the middle of what is noted about an op and the program goes on inside of the block, it does so without the budget,
     as a RuntimeWarning says.
 
+    Not counted: what an op that draws keeps so that it can draw the same again (some 10 KB each on the CPU, 32 bytes on CUDA),
+    and workspace inside of ops on the CPU.
+
     What other threads of the program run is outside of the block. What they read of the block's tensors may be evicted, and then
     is empty: clone it in the block's thread, and hand them that once the block is over.
 
@@ -117,6 +121,7 @@ def budget(
     if costs not in (None, "measured", "modelled"):
         raise InputError(f"costs must be 'measured' or 'modelled', not {costs!r}")
     check_thrash_limit(thrash_limit)
+    check_options({"seed": seed})
     budget_bytes = None if budget is None else _bytes_of(budget)
     reclaim, options = extras == ["reclaim"], frozenset([Option.COUNTED] if extras == ["counted"] else ())
     engine = GrowingEngine(budget_bytes, evict, thrash_limit=thrash_limit, seed=seed, reclaim=reclaim, options=options)

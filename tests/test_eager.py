@@ -34,6 +34,7 @@ from online.blocks import estimates
 from online.blocks.keeping import Keeper
 from online.blocks.kinds import kind_of
 from online.blocks.recipes import Recipe
+from online.blocks.regions import Regions
 from online.blocks.runs import Runs
 from online.blocks.storages import Storages
 from online.eager import EagerRun, budget
@@ -1336,6 +1337,69 @@ def test_arrays_may_be_the_memory_of_several_tensors() -> None:
     assert swept(step, ()) > 2
 
 
+@EXACT
+def test_arrays_may_share_parts_of_their_memory() -> None:
+    array = torch.arange(3000.0).numpy()
+
+    def step() -> list[Tensor]:
+        array[:] = range(3000)
+        whole, behind = torch.from_numpy(array), torch.from_numpy(array[1000:])
+        apart = torch.from_numpy(array[:500])  # shares with the first alone
+        before, last = whole * 2, apart * 4
+        push(torch.ones(3000))
+        behind.mul_(3)
+        push(torch.ones(3000))
+        apart.mul_(5)
+        return [before, whole + 1, last]
+
+    assert swept(step, ()) > 2
+
+
+def test_memory_used_again_is_shared_with_nobody() -> None:
+    engine = GrowingEngine(None, HEURISTICS["lru"], thrash_limit=10.0)
+    storages, regions = Storages(engine), Regions()
+    kept = [torch.ones(10) for _ in range(4)]
+    contents = [storages.add(engine.holds(40), 40, None, tensor.untyped_storage()) for tensor in kept]
+    for content, start in zip(contents, (100, 200, 130, 240), strict=True):
+        regions.add(content, start, 40)
+    assert set(regions.around(100)) == set(regions.around(169)) == {contents[0], contents[2]}
+    assert set(regions.around(200)) == {contents[1]} and set(regions.around(279)) == {contents[3]}
+    assert not regions.around(99) and not regions.around(170) and not regions.around(280)
+    del kept[0], kept[0]  # the first and the second
+    regions.add(contents[2], 165, 60)  # as if it were larger; touches the places of all three
+    assert set(regions.around(165)) == set(regions.around(224)) == {contents[2]}
+    regions.clear()
+    assert not regions.around(165)
+
+
+@EXACT
+def test_ctrl_c_while_drops_are_noted_loses_none_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, usual, left = case("mlp"), GrowingEngine.drop, 0
+
+    def interrupted(engine: GrowingEngine, s: int) -> None:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            raise KeyboardInterrupt
+        usual(engine, s)
+
+    monkeypatch.setattr(GrowingEngine, "drop", interrupted)
+    came = 0
+    for at in range(1, 40, 3):
+        found.reset()
+        made: list[Tensor] = []
+        with contextlib.suppress(KeyboardInterrupt), found.budget(int(0.7 * found.keep_all_bytes)):
+            left, h = at, found.inputs[0]
+            for i, layer in enumerate(found.model.layers):
+                h = layer(h)
+                made += [h] * (i % 4 == 1)
+            h.square().mean().backward()
+        came += left <= 0
+        left = 0
+        assert all(t.untyped_storage().nbytes() for t in made)
+    assert came > 5
+
+
 def test_a_storage_is_not_made_larger_by_those_who_share_it() -> None:
     with pytest.raises(InputError, match="changed the size"), budget(None):
         torch.empty(0).set_((torch.ones(8) * 2).untyped_storage(), 2, (3, 4))
@@ -1844,6 +1908,34 @@ def test_wrong_uses_are_said() -> None:
         run.__enter__()
     with budget("1GiB"), pytest.raises(InputError, match="strided"):
         torch.eye(3).to_sparse()
+    holder = nn.Module()
+    holder.register_buffer("adjacency", torch.eye(3).to_sparse())
+    with pytest.raises(InputError, match="strided"), budget("1GiB", holding=holder):
+        pass
+    with pytest.raises(InputError, match="seed must be an integer"):
+        budget("1GiB", seed=-1)
+
+
+class Refused(Exception):
+    """Cannot be made from its arguments alone."""
+
+    def __new__(cls, message: str, *, code: int) -> Refused:
+        return super().__new__(cls, message)
+
+    def __init__(self, message: str, *, code: int) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+@torch.library.custom_op("belady_tests::refusing", mutates_args=())
+def refusing(x: Tensor) -> Tensor:
+    raise Refused("the real reason", code=7)
+
+
+def test_an_error_that_cannot_be_made_again_is_passed_on() -> None:
+    with pytest.raises(Refused, match="the real reason") as raised, budget("1GiB"):
+        refusing(torch.ones(3) * 2)
+    assert raised.value.code == 7
 
 
 def test_it_is_found_where_it_belongs() -> None:

@@ -7,6 +7,7 @@ runs           the ops: each runs for the first time, and again when the engine 
 outside        tensors made outside of the block, parameters, gradients, states of optimizers
 keeping        the engine's steps under the budget, and contents that stay in memory
 storages       what the storages of the program hold
+regions        memory that lies in several storages at once
 record         what the block did, as a graph and a schedule of it
 
 recipes        what a storage holds, and how the op that made it runs again

@@ -24,7 +24,10 @@ from online.blocks.tensors import takes_calls_apart, tensors_in
 def _without_frames(error: BaseException) -> BaseException:
     """The same error once more; with frames, and so with the tensors they hold, it could not be kept."""
     kind = type(error)
-    copy = kind.__new__(kind, *error.args)
+    try:
+        copy = kind.__new__(kind, *error.args)
+    except Exception:  # made from more than its arguments
+        return RuntimeError(f"{kind.__name__}: {error}")
     vars(copy).update(vars(error))
     return copy
 

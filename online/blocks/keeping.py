@@ -111,7 +111,7 @@ class Keeper:
         found = storages.made_from(content)
         storage = _made_outside(content)
         if storage is not None:
-            for other in list(storages.given.get(storage.data_ptr(), ())):  # an array's memory may be that of several tensors
+            for other in storages.given.around(storage.data_ptr()):  # an array's memory may be that of several tensors
                 found |= storages.made_from(other)
         for each in found:
             if each.at is not None:

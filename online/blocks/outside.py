@@ -73,6 +73,8 @@ class Outside:
 
     def meet(self, tensor: Tensor, *, resident: bool = False) -> Content:
         """Count a storage that was made outside the block; it is never evicted. ``resident``: from the start."""
+        if tensor.layout is not STRIDED:
+            check_layout(tensor)
         storage = tensor.untyped_storage()
         content = self._contents.get(storage._cdata)
         if content is not None:
@@ -89,7 +91,7 @@ class Outside:
             content = self._storages.add(s, size, None, storage)
             engine.keep_until_dropped(s)
         if size:
-            self._storages.given[storage.data_ptr()].add(content)
+            self._storages.given.add(content, storage.data_ptr(), size)
         if tensor.is_leaf and tensor.requires_grad:
             handle = tensor.register_post_accumulate_grad_hook(self._keep_gradient)  # type: ignore[no-untyped-call]
             self._interposed.callback(handle.remove)

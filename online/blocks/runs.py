@@ -239,6 +239,6 @@ def check_sizes(written: list[Content]) -> None:
         storage = None if content.at is None else content.at()
         if storage is not None and counted_bytes(storage) != content.size_bytes:
             raise InputError(
-                "an operator changed the size of a tensor it was to write to; give out= one of the right size, or call what "
-                "finds its sizes in the first call (an observer of quantization) once before the block"
+                "an operator changed the size of a tensor it was to write to; give out= one of the right size, make a new tensor "
+                "and not resize_, or call what finds its sizes in the first call (an observer of quantization) before the block"
             )

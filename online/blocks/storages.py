@@ -4,19 +4,30 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
+from typing import TypeVar
 
 from torch import UntypedStorage
 
 from online.blocks.recipes import Content, Known, Notice, Recipe
 from online.blocks.record import enter
+from online.blocks.regions import Regions
 from online.engines.growing import GrowingEngine
+
+T = TypeVar("T")
+
+
+def _done(waiting: list[T], i: int, one: T) -> None:
+    """One of those waiting has been dealt with, and goes only now: after Ctrl-C it is dealt with again. Others may have come
+    behind it, or another thread been faster."""
+    if i < len(waiting) and waiting[i] is one:
+        del waiting[i]
 
 
 class Storages:
     """The contents of the block's storages, and what the program has dropped without the engine knowing yet.
 
     by_key  contents by the key of the storage of the program that holds them
-    given   of those made outside, by address
+    given   of those made outside, by the memory they are in
     died    notices of storages the program has dropped; their contents are then in ``dead``
     dead    numbers of contents of such storages
     unread  contents nobody needs any more
@@ -25,7 +36,7 @@ class Storages:
     def __init__(self, engine: GrowingEngine) -> None:
         self._engine = engine
         self.by_key: dict[int, Content] = {}
-        self.given: defaultdict[int, weakref.WeakSet[Content]] = defaultdict(weakref.WeakSet)
+        self.given = Regions()
         self.died: list[Notice] = []
         self.dead: list[int] = []
         self.unread: list[Known] = []
@@ -66,23 +77,32 @@ class Storages:
 
     def forget(self) -> None:
         """Storages the program has dropped since hold nothing any more."""
-        while self.died:
-            notice = self.died.pop()
+        died = self.died
+        while died:
+            i = len(died) - 1
+            notice = died[i]
             content = notice.known()
             if content is not None and content.at is notice:
-                content.at = None
                 self.dead.append(content.number)
+                content.at = None
                 if self.by_key.get(notice.key) is content:
                     del self.by_key[notice.key]
+            _done(died, i, notice)
 
     def bury(self) -> None:
         """Tell the engine what the program has dropped since."""
-        engine = self._engine
+        engine, dead, unread = self._engine, self.dead, self.unread
         self.forget()
-        while self.dead:
-            engine.drop(self.dead.pop())
-        while self.unread:
-            engine.discard(self.unread.pop().number)
+        while dead:
+            i = len(dead) - 1
+            number = dead[i]
+            engine.drop(number)
+            _done(dead, i, number)
+        while unread:
+            i = len(unread) - 1
+            known = unread[i]
+            engine.discard(known.number)
+            _done(unread, i, known)
 
     def disown(self, content: Content) -> None:
         """Nobody knows whether a content has been written over. What lies there is the program's; where something is to be made
