@@ -81,6 +81,7 @@ MATCHED = {f"optimum={rival}": rival for rival in WHOLE[1:5]}  # the plan for as
 INTERPOSED = "online.budget"  # any eager model, nothing captured
 COMPILED = "compile"
 BOTH_COMPILED = f"optimum={COMPILED}"  # the backend "belady", for as many bytes as the least peak of any ratio
+HELD_AGAINST = {**MATCHED, BOTH_COMPILED: COMPILED}
 METHODS = (*WHOLE, *PLANNED, *ONLINE, *MATCHED, INTERPOSED, COMPILED, BOTH_COMPILED)
 RIVALS = (*MATCHED.values(), COMPILED)
 FIRST_RATIOS = (0.5, 0.25, 0.75)  # of the compiler's memory budget, measured for every workload
@@ -139,14 +140,15 @@ class Cell:
 
 
 def cells(methods: Sequence[str], shares: Sequence[float]) -> list[Cell]:
-    """Of one workload, what matters most first; a plan held against a rival after the rival."""
+    """Of one workload, what matters most first; a plan held against a rival after the rival, which has to be measured, too."""
+    methods = {*methods, *(HELD_AGAINST[method] for method in methods if method in HELD_AGAINST)}
     found = [Cell("eager", None)]
     found += [Cell(method, share) for share in shares for method in PLANNED if method in methods]
     found += [Cell(method, None) for method in WHOLE[1:] if method in methods]
     found += [Cell(method, share) for share in shares for method in ONLINE if method in methods]
-    found += [Cell(method, None) for method, rival in MATCHED.items() if method in methods and rival in methods]
+    found += [Cell(method, None) for method in MATCHED if method in methods]
     found += [Cell(method, share) for method in (INTERPOSED, COMPILED) if method in methods for share in shares]
-    return found + [Cell(BOTH_COMPILED, None)] * (BOTH_COMPILED in methods and COMPILED in methods)
+    return found + [Cell(BOTH_COMPILED, None)] * (BOTH_COMPILED in methods)
 
 
 # Plans.
@@ -321,7 +323,7 @@ class Workload:
             trial = self._bench.checkpointed(self._name, int(option), kind)
             self._measured_rival(cell.method, trial.peak_bytes)
             return self._measured(trial)
-        rival = COMPILED if cell.method == BOTH_COMPILED else MATCHED.get(cell.method)
+        rival = HELD_AGAINST.get(cell.method)
         if rival is not None:
             if rival not in self._rivals:
                 return {"status": "UNAVAILABLE", "reason": f"{rival} has no measured peak"}

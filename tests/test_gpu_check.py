@@ -338,6 +338,12 @@ def test_sizes_and_methods_are_complete() -> None:
     assert set(methods) == set(gpu_check.METHODS) and len(methods) == 6 + 5 * (len(PLANNED) + len(ONLINE) + 2) + len(MATCHED) + 1
 
 
+def test_a_plan_held_against_a_rival_has_that_measured_first() -> None:
+    """Asked for alone it was left out without a word."""
+    found = [cell.method for cell in gpu_check.cells(["optimum=compile", "optimum=checkpoint:2"], [0.7])]
+    assert found == ["eager", "checkpoint:2", "optimum=checkpoint:2", "compile", "optimum=compile"]
+
+
 @pytest.mark.parametrize("at_once", [False, True])
 def test_plans_are_solved_here_where_a_solver_process_was_ended(at_once: bool) -> None:
     step = capture(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), torch.randn(64, 8), loss=lambda out: out.square().mean())
