@@ -286,6 +286,15 @@ def bind(step: Step, inputs: Inputs, tangent: Tensor | None = None, *, detached:
     return step._binding.of(leaves, tangent, detached=detached)
 
 
+def bind_again(step: Step, inputs: Inputs) -> list[Tensor] | None:
+    """``bind`` for a call whose tensors are like those of one before, not detached; None where something differs.
+
+    Whether the model was edited is not looked at: ``step.fingerprint.check()`` has to follow before results count. That takes as
+    long as some ops, and a device can have work meanwhile.
+    """
+    return step._binding.again(leaves_like(step.form, inputs))
+
+
 def _sources(
     joint: Joint, state: Mapping[str, Tensor], parameters: Set[str], leaves: Sequence[Any], form: InputForm
 ) -> tuple[list[Source], list[Tensor | None]]:

@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, fx, nn
 
-from graphs.capture import Inputs, Step, bind
+from graphs.capture import Inputs, Step, bind, bind_again
 from graphs.errors import InputError
 from graphs.tracing.body import region_of
 from graphs.tracing.inputs import is_of
@@ -161,6 +161,8 @@ class PlannedModule(nn.Module):
         self._generators = generators_of(step)
         self._tangents = tuple(i for i, source in enumerate(step.sources) if source.kind == "tangent")
         self._no_tangent = torch.empty(0)
+        # Nothing outside has seen the forward until its results are written, so what is edited may be looked for beside it.
+        self._checks_late = not any(op.effect for op in step.graph.ops)
         self.one_at_a_time = _LOCKS.setdefault(step.model, threading.RLock())
         self._built = True
 
@@ -174,23 +176,29 @@ class PlannedModule(nn.Module):
             return self.step.model(*args, **kwargs)
         check_region(self.step)
         with self.one_at_a_time:
-            bound = bind(self.step, inputs_of_call(self.step, args, kwargs), detached=False)
+            inputs = inputs_of_call(self.step, args, kwargs)
+            unchecked = bind_again(self.step, inputs) if self._checks_late else None
+            bound = bind(self.step, inputs, detached=False) if unchecked is None else unchecked
+            check = None if unchecked is None else self.step.fingerprint.check
             for i in self._tangents:
                 bound[i] = self._no_tangent  # autograd brings the real one, and one is all the plan counts
             undo = Undo(self._generators)
             try:
                 if not torch.is_grad_enabled():
-                    return self._run_forward(bound, undo)[0]
-                return _Train.apply(self, undo, bound, *(bound[i] for i in self._trained))  # type: ignore[no-untyped-call]
+                    return self._run_forward(bound, undo, check)[0]
+                tensors = (bound[i] for i in self._trained)
+                return _Train.apply(self, undo, check, bound, *tensors)  # type: ignore[no-untyped-call]
             except BaseException:
                 undo.undo()
                 raise
 
-    def _run_forward(self, bound: list[Tensor], undo: Undo) -> tuple[Tensor, Kept]:
-        """Run the first half: the loss, and what the second needs."""
+    def _run_forward(self, bound: list[Tensor], undo: Undo, check: Callable[[], None] | None = None) -> tuple[Tensor, Kept]:
+        """Run the first half: the loss, and what the second needs. ``check``: whether that counts, before anything is written."""
         halves = self._halves
         with as_captured(self.step):
             outputs = halves.forward.forward([bound[i] for i in halves.forward_reads])
+            if check is not None:
+                check()
             loss = outputs[0]
             given = outputs[1 + len(halves.buffers) :] + [bound[i] for i in halves.backward_reads]
             contents = outputs[len(halves.buffers) : 0 : -1]
@@ -316,8 +324,15 @@ class _Train(torch.autograd.Function):
     """Ties the two halves of a schedule to autograd: one node between the parameters and the loss."""
 
     @staticmethod
-    def forward(ctx: Any, module: PlannedModule, undo: Undo, bound: list[Tensor], *parameters: Tensor) -> Tensor:
-        loss, ctx.kept = module._run_forward(bound, undo)
+    def forward(
+        ctx: Any,
+        module: PlannedModule,
+        undo: Undo,
+        check: Callable[[], None] | None,
+        bound: list[Tensor],
+        *parameters: Tensor,
+    ) -> Tensor:
+        loss, ctx.kept = module._run_forward(bound, undo, check)
         ctx.module = module
         return loss
 
@@ -332,7 +347,7 @@ class _Train(torch.autograd.Function):
                     raise InputError("backward ran before on this loss, and its values are gone; run the forward again first")
                 ctx.kept = None
                 # No reference to a gradient may stay behind, or autograd would copy it into ``.grad``.
-                return None, None, None, *ctx.module._run_backward(kept, tangent)
+                return None, None, None, None, *ctx.module._run_backward(kept, tangent)
             except BaseException:
                 ctx.kept = None
                 if kept is not None:

@@ -141,7 +141,7 @@ class Cell:
 
 def cells(methods: Sequence[str], shares: Sequence[float]) -> list[Cell]:
     """Of one workload, what matters most first; a plan held against a rival after the rival, which has to be measured, too."""
-    methods = {*methods, *(HELD_AGAINST[method] for method in methods if method in HELD_AGAINST)}
+    methods = [*methods, *(HELD_AGAINST[method] for method in methods if method in HELD_AGAINST)]
     found = [Cell("eager", None)]
     found += [Cell(method, share) for share in shares for method in PLANNED if method in methods]
     found += [Cell(method, None) for method in WHOLE[1:] if method in methods]

@@ -497,6 +497,53 @@ def test_draws_of_another_thread_are_noticed() -> None:
         assert torch.equal(torch.get_rng_state(), now)
 
 
+class Edited(nn.Module):
+    """Draws, has statistics, and a number of its own; ``speaks``: tells the outside world, too."""
+
+    def __init__(self, speaks: bool) -> None:
+        super().__init__()
+        self.linear, self.norm, self.scale, self.speaks = nn.Linear(8, 8), nn.BatchNorm1d(8), 2.0, speaks
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.dropout(self.norm(self.linear(x)), 0.3) * self.scale
+        if self.speaks:
+            tell(x.detach())
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("speaks", [False, True])
+def test_a_call_that_finds_the_model_edited_has_not_happened(speaks: bool) -> None:
+    """Calls like one before look for edits beside the forward, unless something outside would see that."""
+    torch.manual_seed(0)
+    model, x = Edited(speaks), torch.randn(16, 8)
+    step = capture(model, x)
+    module = PlannedModule(step, keep_all(step.graph), 10**9)
+    module(x).backward()
+    model.zero_grad()
+    before, buffers = torch.get_rng_state(), [buffer.clone() for buffer in model.buffers()]
+    told.clear()
+    seen: list[int] = []
+    check = step.fingerprint.check
+    step.fingerprint.check = lambda: (seen.append(torch.equal(torch.get_rng_state(), before)), check())  # type: ignore[method-assign]
+    model.scale = 3.0
+    for gradients in (True, False):
+        with (
+            torch.set_grad_enabled(gradients),
+            pytest.raises(InputError, match=r"scale is 3\.0, but the step was captured with 2\.0"),
+        ):
+            module(x)
+        assert torch.equal(torch.get_rng_state(), before) and not told
+        assert all(map(torch.equal, model.buffers(), buffers)) and all(p.grad is None for p in model.parameters())
+    assert seen == [speaks] * 2  # nothing was drawn before it looked
+    model.scale = 2.0
+    loss = module(x)
+    after = torch.get_rng_state()
+    torch.set_rng_state(before)
+    for buffer, old in zip(model.buffers(), buffers, strict=True):
+        buffer.copy_(old)
+    assert torch.equal(model(x), loss) and torch.equal(torch.get_rng_state(), after)
+
+
 class Dropouts(nn.Module):
     """With all weights one, the loss is the sum of squares of what is left, and each weight's gradients sum to twice that."""
 

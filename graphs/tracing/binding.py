@@ -102,8 +102,29 @@ class Binding:
 
     def of(self, leaves: Sequence[Any], tangent: Tensor | None, *, detached: bool) -> list[Tensor]:
         """The tensors for inputs with these leaves, in the order of the placeholders: see ``graphs.capture.bind``."""
-        places = self._places
-        bound: list[Any] = [None if place is None else place[0].get(place[1]) for place in places]
+        bound = self._found(leaves, tangent)
+        # Most calls are like the one before, which one quick look tells; one by one they are only looked at to say what differs.
+        if not self._like_before.match(bound):
+            self._check_one_by_one(bound)
+            self._like_before.remember(bound)
+        self._check_together(bound)
+        if detached:
+            bound = [tensor if place is None else tensor.detach() for place, tensor in zip(self._places, bound, strict=True)]
+        return bound
+
+    def again(self, leaves: Sequence[Any]) -> list[Tensor] | None:
+        """The same, not detached, where all is like in a call before; else None."""
+        bound = self._found(leaves, None)
+        if not self._like_before.match(bound):
+            return None
+        try:
+            self._check_together(bound)
+        except InputError:
+            return None
+        return bound
+
+    def _found(self, leaves: Sequence[Any], tangent: Tensor | None) -> list[Any]:
+        bound: list[Any] = [None if place is None else place[0].get(place[1]) for place in self._places]
         for i, source in self._given:
             if source.kind == "input":
                 bound[i] = leaves[source.index]
@@ -114,21 +135,18 @@ class Binding:
                 bound[i] = torch.ones(want.shape, dtype=want.dtype, device=want.device)
             else:
                 bound[i] = tangent
-        # Most calls are like the one before, which one quick look tells; one by one they are only looked at to say what differs.
-        if not self._like_before.match(bound):
-            self._check_one_by_one(bound)
-            self._like_before.remember(bound)
+        return bound
+
+    def _check_together(self, bound: list[Tensor]) -> None:
+        """What shares its memory, and what has a tangent of forward mode."""
         if in_forward_mode():
             self._check_tangents(bound)
-        if detached:
-            bound = [tensor if place is None else tensor.detach() for place, tensor in zip(places, bound, strict=True)]
         for i, j in self._shared:
             if storage_key(bound[i]) != storage_key(bound[j]):
                 names = f"{self._sources[i].name} and {self._sources[j].name}"
                 raise InputError(f"{names} shared their memory when the step was captured, and now do not; capture it again")
         if self._written:
             self._check_apart(bound)
-        return bound
 
     def _check_apart(self, bound: list[Tensor]) -> None:
         """Refuse that something lies in the memory of a buffer that changes, where it did not when the step was captured."""

@@ -179,6 +179,7 @@ class GraphedModule(PlannedModule):
         if acts is not None:
             raise InputError(f"{acts} of {step.graph.name} has an outside effect, which a CUDA graph would not repeat; {_PLAIN}")
         super().__init__(step, schedule, budget_bytes)
+        self._checks_late = False  # a replay writes buffers, too
         # What operators that are none of PyTorch's own may draw from on the host; see ``_warm_up``.
         self._on_host = tuple(each for each in self._generators if each.device.type != step.device.type)
         self._generators = tuple(each for each in self._generators if each.device.type == step.device.type)
@@ -207,7 +208,8 @@ class GraphedModule(PlannedModule):
             if parameter.grad is not None and parameter.grad.data_ptr() in ours:
                 parameter.grad = parameter.grad.detach().clone()
 
-    def _run_forward(self, bound: list[Tensor], undo: Undo) -> tuple[Tensor, Kept]:
+    def _run_forward(self, bound: list[Tensor], undo: Undo, check: Callable[[], None] | None = None) -> tuple[Tensor, Kept]:
+        assert check is None
         self._pending = None
         if self._recorded is not None and not self._in_place(self._recorded, bound):
             self.release()
