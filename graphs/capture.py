@@ -28,6 +28,7 @@ from graphs.tracing.inputs import InputForm, Inputs, Loss, check_input, flatten,
 from graphs.tracing.refusals import written_late
 from graphs.tracing.trace import trace
 from graphs.watching.fingerprint import Fingerprint
+from graphs.watching.leftovers import Leftover
 from graphs.watching.surroundings import Surroundings
 
 __all__ = ["InputForm", "Inputs", "Loss", "Result", "Source", "Step", "bind", "capture", "numbered"]
@@ -66,6 +67,7 @@ class Step:
     body       model and loss as they were traced
     fingerprint  of both: notices what was edited since
     autocast   dtype of the autocast region around both; None without one
+    leftovers  where plain PyTorch's forward leaves tensors beside the loss
 
     Parameters and buffers with several names (tied weights) are one placeholder under their first name, with one gradient.
     """
@@ -84,6 +86,7 @@ class Step:
     body: Body
     fingerprint: Fingerprint
     autocast: torch.dtype | None
+    leftovers: tuple[Leftover, ...] = ()
 
     def __repr__(self) -> str:
         return f"Step({type(self.model).__name__} on {self.device}, {self.graph!r})"
@@ -193,7 +196,8 @@ def capture(
         sources.append(Source("constant", node.name))
         tensors.append(tensor)
     surroundings.settle(
-        tensor for source, tensor in zip(sources, tensors, strict=True) if source.kind == "constant" and tensor is not None
+        (tensor for source, tensor in zip(sources, tensors, strict=True) if source.kind == "constant" and tensor is not None),
+        (leftover.holder for leftover in watch.leftovers if leftover.key is None),
     )
     results = _results(name, joint, state, parameters, leaves, form)
     _refuse_late_writes(name, graph, sources, results)
@@ -227,6 +231,7 @@ def capture(
         body,
         Fingerprint(body, watch.reads, watch.changed, surroundings.check),
         autocast,
+        tuple(watch.leftovers),
     )
 
 

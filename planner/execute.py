@@ -127,7 +127,8 @@ class PlannedModule(nn.Module):
     InputError; so does one after a tensor it reads was changed in place. Where a call fails (no memory, Ctrl-C), buffers and
     generators are as before it; where its backward fails, too, unless something else has changed them in between. After
     ``eval()`` the call is that of the plain model, without loss and plan (unless the model was captured in evaluation mode).
-    Forward hooks of the model itself do not run. Threads may call it: calls and backwards of one model run one after the other.
+    Forward hooks of the model itself do not run. Where its forward leaves tensors in attributes (an auxiliary loss), there is
+    after a call what raises InputError when used. Threads may call it: calls and backwards of one model run one after the other.
 
     peak_bytes  the most a step may hold, from ``simulate``; at most the budget. Gradients kept from an earlier step are not
                 in it: gradient accumulation needs their bytes on top.
@@ -184,13 +185,17 @@ class PlannedModule(nn.Module):
                 bound[i] = self._no_tangent  # autograd brings the real one, and one is all the plan counts
             undo = Undo(self._generators)
             try:
-                if not torch.is_grad_enabled():
-                    return self._run_forward(bound, undo, check)[0]
-                tensors = (bound[i] for i in self._trained)
-                return _Train.apply(self, undo, check, bound, *tensors)  # type: ignore[no-untyped-call]
+                if torch.is_grad_enabled():
+                    tensors = (bound[i] for i in self._trained)
+                    loss = _Train.apply(self, undo, check, bound, *tensors)  # type: ignore[no-untyped-call]
+                else:
+                    loss = self._run_forward(bound, undo, check)[0]
             except BaseException:
                 undo.undo()
                 raise
+            for leftover in self.step.leftovers:
+                leftover.after_step()
+            return loss
 
     def _run_forward(self, bound: list[Tensor], undo: Undo, check: Callable[[], None] | None = None) -> tuple[Tensor, Kept]:
         """Run the first half: the loss, and what the second needs. ``check``: whether that counts, before anything is written."""

@@ -544,6 +544,61 @@ def test_a_call_that_finds_the_model_edited_has_not_happened(speaks: bool) -> No
     assert torch.equal(model(x), loss) and torch.equal(torch.get_rng_state(), after)
 
 
+class Leaving(nn.Module):
+    """Leaves an auxiliary loss and features for others to find."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.last = nn.Linear(8, 8), nn.Linear(8, 4)
+        self.losses: list[Tensor] = []
+        self.features: dict[str, Tensor] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.relu(self.linear(x))
+        self.auxiliary, self.both = hidden.mean(), (hidden, x)
+        self.losses.append(hidden.sum())
+        self.features["hidden"] = hidden
+        return self.last(hidden).square().mean()
+
+
+USES: dict[str, Callable[[Any, Tensor], object]] = {
+    "added": lambda model, loss: loss + model.auxiliary,
+    "scaled": lambda model, loss: model.auxiliary * 0.1,
+    "read": lambda model, loss: model.auxiliary.item(),
+    "by a function": lambda model, loss: torch.add(loss, model.auxiliary),
+    "entry of a tuple": lambda model, loss: model.both[0],
+    "summed": lambda model, loss: loss + sum(model.losses),
+    "stacked": lambda model, loss: torch.stack(model.losses),
+    "entry of a dict": lambda model, loss: model.features["hidden"].mean(),
+}
+
+
+@pytest.mark.parametrize("called", [False, True])
+@pytest.mark.parametrize("use", USES)
+def test_what_a_forward_leaves_beside_its_loss_is_not_taken_for_the_planned_steps(use: str, called: bool) -> None:
+    torch.manual_seed(0)
+    model, x = Leaving(), torch.randn(16, 8)
+    if called:
+        model(x)
+        del model.losses[:]
+    step = capture(model, x)
+    module = PlannedModule(step, keep_all(step.graph), 10**9)
+    for gradients in (True, True, False):
+        with torch.set_grad_enabled(gradients):
+            loss = module(2 * x)
+            with pytest.raises(InputError, match="a planned step gives its loss alone"):
+                USES[use](model, loss)
+    assert "which a planned step does not make" in repr(model.auxiliary) and len(model.losses) == 1
+    copied = copy.deepcopy(model)
+    with pytest.raises(InputError, match="a planned step gives its loss alone"):
+        USES[use](copied, loss)
+    del model.losses[:]
+    want = model(2 * x)
+    assert torch.equal(want, loss)
+    USES[use](model, want)
+    module(x)  # what the plain model has put there is no edit
+
+
 class Dropouts(nn.Module):
     """With all weights one, the loss is the sum of squares of what is left, and each weight's gradients sum to twice that."""
 

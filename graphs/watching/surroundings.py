@@ -43,6 +43,7 @@ class Surroundings:
 
     def __init__(self, model: nn.Module, loss: Callable[..., Any] | None) -> None:
         self._places: list[tuple[str, _Read, Any]] = []
+        self._holders: list[int] = []  # ids of what these are in
         self._names_in = functools.cache(_Names)
         self._seen: set[object] = set()
         self._labels: set[tuple[int, str]] = set()
@@ -54,13 +55,16 @@ class Surroundings:
         if loss is not None and not isinstance(loss, nn.Module):
             self._look(loss, None)
 
-    def settle(self, constants: Iterable[Tensor]) -> None:
-        """After the trace: forget what it has changed, as each call of the forward may, and tensors the step does not read."""
+    def settle(self, constants: Iterable[Tensor], filled: Iterable[object]) -> None:
+        """After the trace: forget what it has changed, as each call of the forward may, what is in containers that each call adds
+        to (``filled``), and tensors the step does not read."""
+        apart = set(map(id, filled))
         used = {storage_key(tensor) for tensor in constants}
         self._places = [
             (name, read, then)
-            for name, read, then in self._places
-            if (_is_in(used, then) and read() is then if isinstance(then, Tensor) else _is_alike(read(), then))
+            for (name, read, then), holder in zip(self._places, self._holders, strict=True)
+            if holder not in apart
+            and (_is_in(used, then) and read() is then if isinstance(then, Tensor) else _is_alike(read(), then))
         ]
 
     def check(self) -> None:
@@ -198,6 +202,7 @@ class Surroundings:
         if (holder, name) not in self._labels:
             self._labels.add((holder, name))
             self._places.append((name, read, value))
+            self._holders.append(holder)
 
 
 def _is_in(used: set[int], tensor: Tensor) -> bool:

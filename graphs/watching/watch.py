@@ -22,6 +22,7 @@ from graphs.torch_private.patching import ABSENT, patched
 from graphs.watching.calls import OF_THE_MODEL, Calls
 from graphs.watching.fingerprint import OWN, content_of, described, label, same_content, same_plain
 from graphs.watching.generators import numbers_now
+from graphs.watching.leftovers import Leftover, holds_tensor, leftovers_in
 from graphs.watching.unseen import unseen_refused
 
 _GENERATORS = "Python's generator (random)", "numpy's global generator (numpy.random)"
@@ -34,12 +35,14 @@ class Watch:
     reads    for each part of the module, by its path: the attributes of its own ``__dict__`` (or that could be there and hide one
              of its class) that a call read as they were before it
     changed  (path, attribute) of what a call left changed
+    leftovers  where a call leaves tensors that the captured step does not make
     """
 
     def __init__(self, name: str, body: nn.Module) -> None:
         self.name = name
         self.reads: dict[str, set[str]] = {}
         self.changed: set[tuple[str, str]] = set()
+        self.leftovers: list[Leftover] = []
         self._parts = dict(body.named_modules())
         self._before = {path: dict(vars(part)) for path, part in self._parts.items()}
         self._paths = {id(part): path for path, part in self._parts.items()}
@@ -67,6 +70,7 @@ class Watch:
         self._compare_numbers(numbers, "forward")
         self._again = self._calls is not None
         self._compare_attributes("forward")
+        self._find_leftovers()
         if self._calls is not None and self._calls != calls.made:
             raise CaptureError(self._unsteady(self._calls, calls.made))
         self._calls = calls.made
@@ -171,6 +175,20 @@ class Watch:
             self._hooks = [
                 (box, dict(box)) for _, key, box, _ in self._boxes if key.startswith("_forward_") and isinstance(box, dict)
             ]
+
+    def _find_leftovers(self) -> None:
+        self.leftovers = []
+        for path, key in self.changed:
+            attributes = self._parts[path].__dict__
+            if key not in self.reads.get(path, ()) and holds_tensor(attributes.get(key)):
+                self.leftovers.append(Leftover.in_attribute(attributes, key, label(path, key)))
+        for path, key, box, held in self._boxes:
+            if key in OWN or _is_derived(self._parts[path], key):
+                continue
+            found = leftovers_in(box, held, label(path, key))
+            if found:
+                self.leftovers += found
+                self.changed.add((path, key))  # its entries are no matter of the step
 
     def _changes(self, path: str, key: str, new: object, where: str = "forward") -> str:
         values = f"from {described(self._before[path].get(key, ABSENT))} to {described(new)}"
