@@ -247,8 +247,16 @@ class PlannedModule(nn.Module):
             raise InputError(f"{name} is the planned module's own; set that of the model on the model itself")
         if "_built" not in self.__dict__ or name in self.__dict__ or hasattr(type(self), name):
             super().__setattr__(name, value)
+        elif self._is_a_note(name, value):
+            self.__dict__[name] = value
         else:
             setattr(self.step.model, name, value)
+
+    def _is_a_note(self, name: str, value: object) -> bool:
+        """Whether it is what a library notes about this module: that it has prepared it, the ``forward`` it has wrapped."""
+        model = self.step.model
+        known = not name.startswith("_") or hasattr(model, name) or self.step.fingerprint.asked_for(name)
+        return not known and not isinstance(value, Tensor | nn.Module)
 
     def __delattr__(self, name: str) -> None:
         if name in self.__dict__:
@@ -293,6 +301,18 @@ class PlannedModule(nn.Module):
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         return self.step.model.load_state_dict(*args, **kwargs)
+
+    def register_state_dict_pre_hook(self, hook: Any) -> Any:
+        return self.step.model.register_state_dict_pre_hook(hook)  # type: ignore[no-untyped-call]
+
+    def register_state_dict_post_hook(self, hook: Any) -> Any:
+        return self.step.model.register_state_dict_post_hook(hook)  # type: ignore[no-untyped-call]
+
+    def register_load_state_dict_pre_hook(self, hook: Any) -> Any:
+        return self.step.model.register_load_state_dict_pre_hook(hook)  # type: ignore[no-untyped-call]
+
+    def register_load_state_dict_post_hook(self, hook: Any) -> Any:
+        return self.step.model.register_load_state_dict_post_hook(hook)  # type: ignore[no-untyped-call]
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:
         """As a part of another module, whose ``load_state_dict`` looks for parts where this one has none of its own."""

@@ -971,6 +971,55 @@ def test_attributes_of_its_own_are_not_given_away(mlp: Case) -> None:
     module(*mlp.inputs).backward()
 
 
+def test_what_libraries_note_about_the_module_stays_with_it(mlp: Case) -> None:
+    """Accelerate keeps the ``forward`` it has wrapped, and that it has prepared the module."""
+    model = copy.deepcopy(mlp.step.model)
+    model._known = 1
+    step = capture(model, mlp.inputs)
+    module = PlannedModule(step, keep_all(step.graph), PLENTY)
+    module._original_forward, module._is_prepared, module._known, module.shown = module.forward, True, 2, 3
+    assert not {"_original_forward", "_is_prepared"} & vars(model).keys() and (model._known, model.shown) == (2, 3)
+    assert module._is_prepared and module._original_forward == module.forward
+    copy.deepcopy(model)
+    del module._is_prepared
+    assert not hasattr(module, "_is_prepared")
+
+
+class Asking(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).square().mean() * getattr(self, "_factor", 1.0)
+
+
+def test_what_a_forward_asks_for_is_set_on_the_model() -> None:
+    model, x = Asking(), torch.randn(4, 8)
+    step = capture(model, x)
+    module = PlannedModule(step, keep_all(step.graph), PLENTY)
+    module._factor = 2.0
+    assert vars(model)["_factor"] == 2.0
+    with pytest.raises(InputError, match="_factor was set after the step was captured"):
+        module(x)
+
+
+def test_hooks_of_state_dicts_are_the_models(mlp: Case) -> None:
+    model = copy.deepcopy(mlp.step.model)
+    step = capture(model, mlp.inputs)
+    module, called = PlannedModule(step, keep_all(step.graph), PLENTY), []
+    handles = [
+        getattr(module, f"register_{name}_hook")(lambda *_, name=name: called.append(name))
+        for name in ("state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post")
+    ]
+    module.load_state_dict(model.state_dict())
+    assert called == ["state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post"]
+    for handle in handles:
+        handle.remove()
+    model.load_state_dict(module.state_dict())
+    assert len(called) == 4
+
+
 def test_evaluation_runs_the_plain_model() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))

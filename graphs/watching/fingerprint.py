@@ -79,6 +79,10 @@ class Fingerprint:
         self._tied = _tied(body)
         self._modes = tuple(part.module.training for part in self._parts)
 
+    def asked_for(self, name: str) -> bool:
+        """Whether the forward of some module has read its attribute ``name``, or looked for one."""
+        return any(name in part.keys or name in part.absent for part in self._parts)
+
     def check(self) -> None:
         """Raises InputError naming what differs."""
         for part in self._parts:
