@@ -41,9 +41,11 @@ class LossTrainer(Trainer):
         inputs: dict[str, Tensor],
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
-    ) -> Tensor:
-        loss: Tensor = model(**inputs, num_items_in_batch=torch.as_tensor(num_items_in_batch).float())
-        return loss
+    ) -> Any:
+        if not model.training:  # the plain model's output
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        loss = model(**inputs, num_items_in_batch=torch.as_tensor(num_items_in_batch).float())
+        return (loss, {"loss": loss}) if return_outputs else loss
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
         """A planned module would be saved as any module: without the configuration, and tied weights are refused."""
@@ -69,9 +71,11 @@ def train(kind: type[Trainer], model: nn.Module, data: Words) -> list[float]:
             use_cpu=True,
             remove_unused_columns=False,
             dataloader_drop_last=True,  # or p.module(replan=True)
+            label_names=["labels"],  # which the Trainer looks for in the model's forward, and a planned module takes anything
         )
         trainer = kind(model=model, args=arguments, train_dataset=data)
         trainer.train()
+        assert trainer.evaluate(data)["eval_loss"] > 0
         trainer.save_model()
         saved = GPT2LMHeadModel.from_pretrained(folder).state_dict()
         assert all(torch.equal(tensor, saved[name]) for name, tensor in model.state_dict().items())
