@@ -167,7 +167,7 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
         self._storages = Storages(engine)
         self._keeper = Keeper(engine, self._storages, budget_bytes)
         self._record = Record(engine)
-        self._interposed = contextlib.ExitStack()
+        self._interposed, self._whole = contextlib.ExitStack(), contextlib.ExitStack()
         block = cast(EagerRun, weakref.proxy(self))
         self._outside = Outside(block, engine, self._storages, self._keeper, self._record, self._interposed)
         self._runs = Runs(engine, self._storages, self._keeper, self._record, costs)
@@ -192,6 +192,7 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
             raise InputError("this run is over; call budget() again for another one")
         try:
             _UNDER_WAY.append(self)
+            self._whole.enter_context(rare_collections())
             self._calls.begin()
             for tensor in tensors_in(self._holding):
                 self._outside.meet(tensor, resident=True)
@@ -207,10 +208,9 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
             if self.budget_bytes is not None:
                 self._interposed.enter_context(before_fused(self._refuse_fused))
             self._interposed.enter_context(self._operators)
-            self._interposed.enter_context(rare_collections())
         except BaseException:
             self._interposed.close()
-            _UNDER_WAY.clear()
+            self._end()
             raise
         self._wall_s = time.perf_counter()
         return self
@@ -225,9 +225,13 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
                 self.interrupted(self._interposed.close)
             raise
         finally:
-            _UNDER_WAY.clear()
+            self._end()
         if self.raised is not None and _is_nameless(error):
             raise self.raised from error
+
+    def _end(self) -> None:
+        _UNDER_WAY.clear()
+        self._whole.close()
 
     def interrupted(self, *before: Callable[[], None]) -> None:
         """Ctrl-C, or what else a signal's handler raises (``sys.exit``), has cut off something here: what is noted may be half of

@@ -1361,12 +1361,14 @@ def test_memory_used_again_is_shared_with_nobody() -> None:
     kept = [torch.ones(10) for _ in range(4)]
     contents = [storages.add(engine.holds(40), 40, None, tensor.untyped_storage()) for tensor in kept]
     for content, start in zip(contents, (100, 200, 130, 240), strict=True):
-        regions.add(content, start, 40)
+        assert content.at is not None
+        regions.add(content.at.known, start, 40)
     assert set(regions.around(100)) == set(regions.around(169)) == {contents[0], contents[2]}
     assert set(regions.around(200)) == {contents[1]} and set(regions.around(279)) == {contents[3]}
     assert not regions.around(99) and not regions.around(170) and not regions.around(280)
     del kept[0], kept[0]  # the first and the second
-    regions.add(contents[2], 165, 60)  # as if it were larger; touches the places of all three
+    assert contents[2].at is not None
+    regions.add(contents[2].at.known, 165, 60)  # as if it were larger; touches the places of all three
     assert set(regions.around(165)) == set(regions.around(224)) == {contents[2]}
     regions.clear()
     assert not regions.around(165)

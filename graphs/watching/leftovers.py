@@ -44,8 +44,8 @@ class NotMade:
         return NotImplemented
 
 
-_BINARY = "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"
-_OTHER = (
+_BINARY = ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"]
+_OTHER = [
     "lt",
     "le",
     "gt",
@@ -62,7 +62,7 @@ _OTHER = (
     "int",
     "index",
     "array",
-)
+]
 for _name in (*_BINARY, *(f"{side}{name}" for name in _BINARY for side in "ri"), *_OTHER):
     setattr(NotMade, f"__{_name}__", NotMade._refuse)
 

@@ -91,7 +91,8 @@ class Outside:
             content = self._storages.add(s, size, None, storage)
             engine.keep_until_dropped(s)
         if size:
-            self._storages.given.add(content, storage.data_ptr(), size)
+            assert content.at is not None
+            self._storages.given.add(content.at.known, storage.data_ptr(), size)
         if tensor.is_leaf and tensor.requires_grad:
             handle = tensor.register_post_accumulate_grad_hook(self._keep_gradient)  # type: ignore[no-untyped-call]
             self._interposed.callback(handle.remove)

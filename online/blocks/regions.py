@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import bisect
-import weakref
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from online.blocks.recipes import Content
+    from online.blocks.recipes import Content, Known
 
 
-def _is_there(content: Content) -> bool:
+def _is_there(known: Known) -> bool:
     """Whether the program still has the storage, so that its memory can be no other's yet."""
-    return content.at is not None and content.at() is not None
+    content = known()
+    return content is not None and content.at is not None and content.at() is not None
 
 
 class Regions:
@@ -21,27 +21,28 @@ class Regions:
     def __init__(self) -> None:
         self._starts: list[int] = []
         self._ends: list[int] = []
-        self._contents: list[weakref.WeakSet[Content]] = []
+        self._known: list[list[Known]] = []
 
-    def add(self, content: Content, start: int, size_bytes: int) -> None:
+    def add(self, known: Known, start: int, size_bytes: int) -> None:
         """A content of ``size_bytes`` bytes at the address ``start``: one region with those it overlaps."""
         end = start + size_bytes
         first, last = bisect.bisect_right(self._ends, start), bisect.bisect_left(self._starts, end)
-        contents: weakref.WeakSet[Content] = weakref.WeakSet([content])
+        together = [known]
         for i in range(first, last):
-            there = [other for other in self._contents[i] if _is_there(other)]
+            there = [other for other in self._known[i] if _is_there(other)]
             if there:
                 start, end = min(start, self._starts[i]), max(end, self._ends[i])
-                contents.update(there)
-        self._starts[first:last], self._ends[first:last], self._contents[first:last] = [start], [end], [contents]
+                together += there
+        self._starts[first:last], self._ends[first:last], self._known[first:last] = [start], [end], [together]
 
     def around(self, address: int) -> list[Content]:
         """The contents of the region with this address."""
         i = bisect.bisect_right(self._starts, address) - 1
-        return list(self._contents[i]) if i >= 0 and address < self._ends[i] else []
+        contents = [known() for known in self._known[i]] if i >= 0 and address < self._ends[i] else []
+        return [content for content in contents if content is not None]
 
     def clear(self) -> None:
         """Forget all of them."""
         self._starts.clear()
         self._ends.clear()
-        self._contents.clear()
+        self._known.clear()
