@@ -190,12 +190,12 @@ class PlannedModule(nn.Module):
                     loss = _Train.apply(self, undo, check, bound, *tensors)  # type: ignore[no-untyped-call]
                 else:
                     loss = self._run_forward(bound, undo, check)[0]
+                for leftover in self.step.leftovers:
+                    leftover.after_step()
+                return loss
             except BaseException:
                 undo.undo()
                 raise
-            for leftover in self.step.leftovers:
-                leftover.after_step()
-            return loss
 
     def _run_forward(self, bound: list[Tensor], undo: Undo, check: Callable[[], None] | None = None) -> tuple[Tensor, Kept]:
         """Run the first half: the loss, and what the second needs. ``check``: whether that counts, before anything is written."""
