@@ -200,7 +200,7 @@ def capture(
         tensors.append(tensor)
     surroundings.settle(
         (tensor for source, tensor in zip(sources, tensors, strict=True) if source.kind == "constant" and tensor is not None),
-        (leftover.holder for leftover in watch.leftovers if leftover.key is None),
+        (leftover.holder for leftover in watch.leftovers if leftover.grows),
     )
     results = _results(name, joint, state, parameters, leaves, form)
     _refuse_late_writes(name, graph, sources, results)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,55 +44,38 @@ class NotMade:
         return NotImplemented
 
 
-_BINARY = ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"]
-_OTHER = [
-    "lt",
-    "le",
-    "gt",
-    "ge",
-    "neg",
-    "pos",
-    "abs",
-    "getitem",
-    "setitem",
-    "len",
-    "iter",
-    "bool",
-    "float",
-    "int",
-    "index",
-    "array",
-]
-for _name in (*_BINARY, *(f"{side}{name}" for name in _BINARY for side in "ri"), *_OTHER):
+_BINARY = "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"
+_UNARY = "neg", "pos", "abs", "bool", "float", "int", "index", "array", "len", "iter"
+_OTHER = "lt", "le", "gt", "ge", "getitem", "setitem"
+for _name in (*_BINARY, *(f"{side}{name}" for name in _BINARY for side in "ri"), *_UNARY, *_OTHER):
     setattr(NotMade, f"__{_name}__", NotMade._refuse)
-
-
-def _set(holder: Any, key: Any, mark: NotMade) -> None:
-    holder[key] = mark
-
-
-def _add(holder: Any, key: Any, mark: NotMade) -> None:
-    """To a list or a set that every call adds to; one is enough."""
-    if not any(isinstance(entry, NotMade) for entry in holder):
-        holder.append(mark) if isinstance(holder, list) else holder.add(mark)
 
 
 @dataclass(frozen=True, slots=True)
 class Leftover:
-    """A place that a call of the model's forward gives a tensor, without having read what was there."""
+    """A place that a call of the model's forward gives a tensor, without having read what was there.
+
+    holder  the attributes of a module, or a dict, list or set among these
+    key     in a dict; lists and sets are added to
+    mark    what is put there
+    """
 
     holder: Any
     key: Any
     mark: NotMade
-    put: Callable[[Any, Any, NotMade], None]
 
-    @classmethod
-    def in_attribute(cls, attributes: dict[str, Any], key: str, name: str) -> Leftover:
-        return cls(attributes, key, NotMade(name), _set)
+    @property
+    def grows(self) -> bool:
+        """Whether each call adds to the holder."""
+        return not isinstance(self.holder, dict)
 
     def after_step(self) -> None:
         """Have it say that a planned step has made none."""
-        self.put(self.holder, self.key, self.mark)
+        holder = self.holder
+        if not self.grows:
+            holder[self.key] = self.mark
+        elif not any(isinstance(entry, NotMade) for entry in holder):  # one is enough
+            holder.append(self.mark) if isinstance(holder, list) else holder.add(self.mark)
 
 
 def leftovers_in(box: dict[Any, Any] | list[Any] | set[Any], before: Sequence[Any], name: str) -> list[Leftover]:
@@ -100,9 +83,9 @@ def leftovers_in(box: dict[Any, Any] | list[Any] | set[Any], before: Sequence[An
     known = set(map(id, before))
     if isinstance(box, dict):
         new = [key for key, value in box.items() if holds_tensor(value) and id(value) not in known]
-        return [Leftover(box, key, NotMade(f"{name}[{key!r}]"), _set) for key in new]
+        return [Leftover(box, key, NotMade(f"{name}[{key!r}]")) for key in new]
     if any(holds_tensor(entry) and id(entry) not in known for entry in box):
-        return [Leftover(box, None, NotMade(f"an entry of {name}"), _add)]
+        return [Leftover(box, None, NotMade(f"an entry of {name}"))]
     return []
 
 
