@@ -19,6 +19,7 @@ from torch import Tensor, fx, nn
 
 from graphs.capture import Inputs, Step, bind, bind_again
 from graphs.errors import InputError
+from graphs.torch_private.running import left_to_run
 from graphs.tracing.body import region_of
 from graphs.tracing.inputs import is_of
 from planner.execution.draws import generators_of, undone_on_failure
@@ -127,8 +128,9 @@ class PlannedModule(nn.Module):
     InputError; so does one after a tensor it reads was changed in place. Where a call fails (no memory, Ctrl-C), buffers and
     generators are as before it; where its backward fails, too, unless something else has changed them in between. After
     ``eval()`` the call is that of the plain model, without loss and plan (unless the model was captured in evaluation mode).
-    Forward hooks of the model itself do not run. Where its forward leaves tensors in attributes (an auxiliary loss), there is
-    after a call what raises InputError when used. Threads may call it: calls and backwards of one model run one after the other.
+    Forward hooks of the model itself do not run, and ``torch.compile`` leaves a call as it is. Where the model's forward leaves
+    tensors in attributes (an auxiliary loss), there is after a call what raises InputError when used. Threads may call it: calls
+    and backwards of one model run one after the other.
 
     peak_bytes  the most a step may hold, from ``simulate``; at most the budget. Gradients kept from an earlier step are not
                 in it: gradient accumulation needs their bytes on top.
@@ -172,6 +174,7 @@ class PlannedModule(nn.Module):
         """The generated code: what a call runs, then what ``backward`` runs."""
         return f"{self._halves.forward.code}\n{self._halves.backward.code}"
 
+    @left_to_run  # a compiler would fuse the ops and put them in another order: neither bytes nor bits would be the plan's
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.step.modes[0] and not self.step.model.training:
             return self.step.model(*args, **kwargs)

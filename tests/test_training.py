@@ -409,3 +409,48 @@ def test_a_planned_module_as_a_part_loads_what_it_saved() -> None:
     # num_batches_tracked has a default where the dict does not tell its version.
     missing, unexpected = whole.load_state_dict({"scale": torch.zeros(()), "inner.9.weight": torch.zeros(())}, strict=False)
     assert len(missing) == 8 and unexpected == ["inner.9.weight"]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # which the compiler itself looks at
+def test_a_compiler_leaves_planned_calls_as_they_are() -> None:
+    """Fused, a plan would keep neither its bytes nor its bits."""
+
+    class Whole(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: Tensor) -> Tensor:
+            loss: Tensor = self.inner(x * 2) * 3
+            return loss
+
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(), nn.Linear(8, 1), nn.Flatten(0))
+    x, target = torch.randn(4, 8), torch.zeros(4)
+    planned = plan(nn.Sequential(model), 1.0, inputs=(x, target), loss=nn.MSELoss())
+    seen: list[str] = []
+
+    def watching(graph: torch.fx.GraphModule, _: object) -> Any:
+        seen.extend(getattr(node.target, "__name__", "") for node in graph.graph.nodes if node.op == "call_function")
+        return graph.forward
+
+    for module, replanned in ((planned.module(), False), (planned.module(replan=True), True)):
+        torch._dynamo.reset()
+        seen.clear()
+        compiled = torch.compile(module, backend=watching)
+        torch.manual_seed(1)
+        loss = compiled(x, target)
+        loss.backward()
+        found = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        model.zero_grad()
+        torch.manual_seed(1)
+        plain = nn.functional.mse_loss(model(x), target)
+        plain.backward()
+        assert torch.equal(loss, plain)
+        assert all(torch.equal(a, b.grad) for a, b in zip(found, model.parameters(), strict=True) if b.grad is not None)
+        assert not seen and len(found) == 4, replanned
+        model.zero_grad()
+    torch._dynamo.reset()
+    whole = Whole(plan(model, 1.0, inputs=x, loss=lambda out: out.mean()).module())
+    torch.compile(whole, backend=watching)(x).backward()
+    torch._dynamo.reset()
+    assert seen == ["mul", "mul"]  # what is around it is compiled

@@ -6,7 +6,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from types import FunctionType
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from graphs.torch_private.names import tree_leaves
 from graphs.torch_private.patching import patched
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def kept_from_compiler(function: FunctionType) -> bool:
@@ -25,6 +27,13 @@ def kept_from_compiler(function: FunctionType) -> bool:
         return False
     set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
     return True
+
+
+def left_to_run(function: F) -> F:
+    """Have the compiler run a function as it is, wherever it meets a call of it, and whatever that calls; at no cost to calls."""
+    kept_from_compiler(cast(FunctionType, function))
+    function._torchdynamo_disable = True  # what torch.compiler.disable leaves on its wrapper
+    return function
 
 
 def in_backward() -> bool:

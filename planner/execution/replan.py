@@ -10,6 +10,7 @@ from torch import Tensor
 
 from graphs.capture import Inputs, capture
 from graphs.torch_private.names import tree_flatten
+from graphs.torch_private.running import left_to_run
 from graphs.torch_private.tensors import storage_key
 from graphs.tracing.inputs import plain
 from planner.execute import PlannedModule, inputs_of_call
@@ -56,6 +57,7 @@ class ReplanningModule(PlannedModule):
         """How many plans there are."""
         return 1 + len(self._others)
 
+    @left_to_run
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.step.modes[0] and not self.step.model.training:
             return super().forward(*args, **kwargs)
