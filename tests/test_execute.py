@@ -1302,6 +1302,49 @@ def test_numbers_are_noticed_whatever_way_leads_to_them(way: str, kind: type, mo
         module(x)
 
 
+class Doubled(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.twice(x)
+
+    def twice(self, x: Tensor) -> Tensor:
+        return x * 2
+
+
+@pytest.mark.parametrize("of", ["Doubled.forward", "Doubled.twice", "ReLU.forward", "Reversed.backward"])
+def test_other_code_of_a_class_is_noticed(of: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), Doubled()), torch.randn(4, 8)
+    module = plan_of(model, 1.0, inputs=x, loss=losses_of(Knob())["backward"]).module()
+    kind, _, name = of.partition(".")
+    owner = nn.ReLU if kind == "ReLU" else globals()[kind]
+    if kind == "Doubled":
+        source, defined = (
+            f"def {name}(self, x):\n    return {'self.twice(x)' if name == 'forward' else 'x * 2'}",
+            dict[str, Any](),
+        )
+        for again in (False, True):  # a notebook's cell that is run once more is no change
+            exec(source, globals(), defined)
+            monkeypatch.setattr(owner, name, defined[name])
+            if not again:
+                module = plan_of(model, 1.0, inputs=x, loss=losses_of(Knob())["backward"]).module()
+    module(x).backward()
+    other = staticmethod(lambda ctx, gradient: gradient) if kind == "Reversed" else lambda self, x: x
+    monkeypatch.setattr(owner, name, other)
+    with pytest.raises(InputError, match=rf"{kind}\.{name} is no longer .*, as when the step was captured"):
+        module(x)
+
+
+@pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
+def test_hooks_of_all_modules_are_noticed(kind: str) -> None:
+    model, x = nn.Linear(8, 8), torch.randn(4, 8)
+    module = plan_of(model, 1.0, inputs=x, loss=lambda x: x.square().sum()).module()
+    module(x).backward()
+    register = getattr(torch.nn.modules.module, f"register_module_{kind}_hook")
+    refused = pytest.raises(InputError, match=r"the hooks for all modules .* are others than when the step was captured")
+    with register(lambda *_: None), refused:
+        module(x)
+    module(x).backward()
+
+
 def test_numbers_of_numpy_are_compared_like_others() -> None:
     factor = np.float32(1.0)
     model, x = nn.Linear(8, 8), torch.randn(4, 8)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import FunctionType
 from typing import Any, TypeVar, cast
 
@@ -27,6 +27,21 @@ def kept_from_compiler(function: FunctionType) -> bool:
         return False
     set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
     return True
+
+
+def hooks_of_all_modules() -> list[object]:
+    """Hooks that the program has registered for the calls of all modules there are; torch's own and those of a block under a
+    budget change no numbers."""
+    return [hook for hooks in _GLOBAL_HOOKS for hook in hooks.values() if not _is_our_own(hook)]
+
+
+def _is_our_own(hook: object) -> bool:
+    return (getattr(hook, "__module__", None) or "").partition(".")[0] in ("torch", "online")
+
+
+_GLOBAL_HOOKS: list[Mapping[int, object]] = [
+    getattr(torch.nn.modules.module, f"_global_{name}_hooks") for name in ("forward_pre", "forward", "backward_pre", "backward")
+]
 
 
 def left_to_run(function: F) -> F:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from graphs.errors import InputError
 from graphs.torch_private.patching import ABSENT
+from graphs.torch_private.running import hooks_of_all_modules
 
 # The parts of every nn.Module that hold its tensors, its children and its mode; each has its own check.
 OWN = frozenset({"__class__", "__dict__", "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "training"})
@@ -35,7 +36,7 @@ class _Part:
 
 
 class Fingerprint:
-    """The modules of a tree, their modes, hooks and the attributes their forward read, and the default dtype.
+    """The modules of a tree, their modes, hooks and the attributes their forward read; hooks of all modules, the default dtype.
 
     An attribute that nobody read may change, and so may one that the forward itself changes. Of attributes that are lists, dicts
     and sets the entries count too; what lies deeper, in objects, is for ``surroundings``.
@@ -76,6 +77,7 @@ class Fingerprint:
                     self._empty.append(value)
                     self._empty_names.append((path, key))
         self._default = torch.get_default_dtype()
+        self._everywhere = hooks_of_all_modules()
         self._tied = _tied(body)
         self._modes = tuple(part.module.training for part in self._parts)
 
@@ -110,6 +112,11 @@ class Fingerprint:
         if torch.get_default_dtype() is not self._default:
             raise InputError(
                 f"the default dtype is {torch.get_default_dtype()}, but was {self._default} when the step was captured; {_AGAIN}"
+            )
+        if hooks_of_all_modules() != self._everywhere:
+            raise InputError(
+                f"the hooks for all modules (register_module_forward_hook and the like) are others than when the step was "
+                f"captured; remove them or {_AGAIN}"
             )
         for path, key, box, content in self._boxes:
             if not same_content(content_of(box), content):

@@ -35,8 +35,9 @@ class Surroundings:
     are given, and from there on attributes and entries that the code names, of objects in objects, classes, modules, dicts and
     short lists, and of objects that a part has as attributes (a configuration); in methods and properties of the same class,
     functions of the same file and autograd functions that they name, too. Of a module that is no part of model and loss (a
-    teacher) all attributes count. What a part has in its own attributes is the fingerprint's. In the code of installed packages
-    objects in objects do not count: these are such packages' own matters.
+    teacher) all attributes count. So do functions of classes, which these may be given others for. What a part has in its own
+    attributes is the fingerprint's. In the code of installed packages objects in objects do not count: these are such packages'
+    own matters.
 
     What is there when this is made counts, so it is made before a trace; what the trace itself changes does not.
     """
@@ -49,7 +50,9 @@ class Surroundings:
         self._labels: set[tuple[int, str]] = set()
         self._parts = dict.fromkeys(part for root in (model, loss) if isinstance(root, nn.Module) for part in root.modules())
         for part in self._parts:
-            self._look(type(part).forward, type(part), part)
+            kind = type(part)
+            self._add(id(kind), f"{kind.__name__}.forward", functools.partial(getattr, kind, "forward"), kind.forward)
+            self._look(kind.forward, kind, part)
             for function in (vars(part).get("forward"), *part._forward_pre_hooks.values(), *part._forward_hooks.values()):
                 self._look(function, None)
         if loss is not None and not isinstance(loss, nn.Module):
@@ -112,6 +115,7 @@ class Surroundings:
         for kind in _own_classes(owner):
             for name in sorted(code.attributes & vars(kind).keys()):
                 if (found := _function(vars(kind)[name])) is not None:
+                    self._note_code(kind, name)
                     self._look(found, owner, of)
                 else:
                     self._note(id(holder), f"{kind.__name__}.{name}", functools.partial(_attribute, holder, name), code, around)
@@ -177,7 +181,9 @@ class Surroundings:
                 steps = {"forward", "setup_context", "backward"} if issubclass(value, torch.autograd.Function) else set()
                 for kind in _own_classes(value):
                     for key in sorted((code.attributes | steps) & vars(kind).keys()):
-                        self._look(_function(vars(kind)[key]), value)
+                        if (found := _function(vars(kind)[key])) is not None:
+                            self._note_code(kind, key)
+                            self._look(found, value)
         else:
             self._note_attributes(name, read, code, around)
             for method in ("__call__", *sorted(code.attributes)):
@@ -190,6 +196,10 @@ class Surroundings:
             has |= {key for key, found in vars(kind).items() if _function(found) is None}
         for key in sorted(code.attributes & has):
             self._note_in(value, f"{name}.{key}", functools.partial(_attribute_of, read, key), code, around)
+
+    def _note_code(self, kind: type, name: str) -> None:
+        """A function of a class, which may be given another."""
+        self._add(id(kind), f"{kind.__name__}.{name}", functools.partial(vars(kind).get, name, ABSENT), vars(kind)[name])
 
     def _note_in(self, holder: object, name: str, read: _Read, code: _Names, around: dict[str, Any] | None) -> None:
         """What is in something else."""
