@@ -47,7 +47,7 @@ _GLOBAL_HOOKS: list[Mapping[int, object]] = [
 def left_to_run(function: F) -> F:
     """Have the compiler run a function as it is, wherever it meets a call of it, and whatever that calls; at no cost to calls."""
     kept_from_compiler(cast(FunctionType, function))
-    function._torchdynamo_disable = True  # what torch.compiler.disable leaves on its wrapper
+    cast(Any, function)._torchdynamo_disable = True  # what torch.compiler.disable leaves on its wrapper
     return function
 
 
