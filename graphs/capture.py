@@ -170,8 +170,7 @@ def capture(
     are those of the parameters (and buffers) that require one; inputs get none. Random ops are kept even where nobody reads
     them: their draws move the generator.
 
-    Other threads should rest meanwhile: what they draw at random is taken for the model's, or comes twice, and some of what a
-    forward may not do is refused to them, too.
+    Other threads should not draw at random meanwhile: that is taken for the model's, or comes twice.
 
     Raises CaptureError where the model, the loss or the inputs cannot be captured.
     """

@@ -1509,6 +1509,28 @@ def test_a_trace_that_ends_in_the_backward_says_nothing_but_the_error():
     assert not said
 
 
+def test_what_is_refused_to_a_forward_is_not_to_other_threads():
+    other, seen = nn.Parameter(torch.ones(3)), []
+
+    def train() -> None:
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+                other.square().sum().backward()
+            other.data = other.data + 1
+        except Exception as error:
+            seen.append(error)
+
+    def forward(m: Lambda, x: Tensor) -> Tensor:
+        thread = threading.Thread(target=train)
+        thread.start()
+        thread.join()
+        return square(m.linear(x))
+
+    step = capture(Lambda(forward), x8)
+    assert torch.equal(answer_of(step, step.module(*bind(step, x8))).loss, step.eager(x8).detach())
+    assert not seen and not torch.equal(other, torch.ones(3))
+
+
 def test_captures_of_several_threads_wait_for_each_other():
     steps: list[Step] = []
     threads = [threading.Thread(target=lambda: steps.append(capture(linear(), x8, loss=square))) for _ in range(4)]

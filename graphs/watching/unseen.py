@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,13 +16,20 @@ from graphs.torch_private.patching import patched
 
 @contextlib.contextmanager
 def unseen_refused(name: str, where: str) -> Iterator[None]:
-    """Refuse what changes a step's numbers and is no operator call, so that a trace would leave it out."""
+    """Refuse what changes a step's numbers and is no operator call, so that a trace would leave it out.
+
+    What the program's other threads do meanwhile is no matter of the step, but for the default dtype, which all have in common.
+    """
+    here = threading.get_ident()
 
     def refusal(what: str) -> Callable[..., Any]:
         def refuse(*args: Any, **kwargs: Any) -> Any:
             raise CaptureError(f"{name} {what}")
 
         return refuse
+
+    def instead(refuse: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: (plain if _is_another(here) else refuse)(*args, **kwargs)
 
     assigns = refusal(
         f"assigns the .data of a tensor in its {where}, which a captured step would not see; write into the tensor in place"
@@ -57,10 +65,18 @@ def unseen_refused(name: str, where: str) -> Iterator[None]:
     torch_bilinear = torch.bilinear
     data: Any = Tensor.data
     with (
-        patched(torch, "bilinear", bilinear),
-        patched(nn.functional, "bilinear", bilinear),
-        patched(Tensor, "data", property(data.__get__, assigns)),
-        patched(hooks, "__enter__", enter_known),
+        patched(torch, "bilinear", instead(bilinear, torch_bilinear)),
+        patched(nn.functional, "bilinear", instead(bilinear, torch_bilinear)),
+        patched(Tensor, "data", property(data.__get__, instead(assigns, data.__set__))),
+        patched(hooks, "__enter__", instead(enter_known, enter)),
         patched(torch, "set_default_dtype", set_same),
     ):
         yield
+
+
+def _is_another(thread: int) -> bool:
+    """Whether this thread is one that the program has started, and not that one; nor one of autograd's, which run backwards on
+    other devices than the CPU, and which Python's ``threading`` does not know."""
+    now = threading.get_ident()
+    started = (each.ident for each in threading.enumerate() if not isinstance(each, threading._DummyThread))
+    return now != thread and now in started
