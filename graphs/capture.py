@@ -190,7 +190,7 @@ def capture(
     body = Body(model, loss, splitter(loss, given))
     surroundings = Surroundings(model, loss)
     with ONE_TRACE_AT_A_TIME:
-        joint, watch = trace(name, body, state, leaves, form.spec, where, autocast)
+        joint, watch, leftovers = trace(name, body, state, leaves, form.spec, where, autocast)
     graph = joint.module.graph
     parameters = {key for key, _ in model.named_parameters()}  # one may be registered as a buffer, which makes it a buffer
     sources, tensors = _sources(joint, state, parameters, leaves, form)
@@ -199,7 +199,7 @@ def capture(
         tensors.append(tensor)
     surroundings.settle(
         (tensor for source, tensor in zip(sources, tensors, strict=True) if source.kind == "constant" and tensor is not None),
-        (leftover.holder for leftover in watch.leftovers if leftover.grows),
+        (leftover.container() for leftover in leftovers if leftover.grows),
     )
     results = _results(name, joint, state, parameters, leaves, form)
     _refuse_late_writes(name, graph, sources, results)
@@ -233,7 +233,7 @@ def capture(
         body,
         Fingerprint(body, watch.reads, watch.changed, surroundings.check),
         autocast,
-        tuple(watch.leftovers),
+        tuple(leftovers),
     )
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
-from torch._subclasses.functional_tensor import FunctionalTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 
 from graphs.torch_private.patching import patched
 
@@ -41,6 +42,21 @@ def quiet_stand_ins() -> Iterator[None]:
         yield
     finally:
         log.disabled = before
+
+
+@contextlib.contextmanager
+def noting_traced() -> Iterator[list[weakref.ref[Tensor]]]:
+    """The tensors that a trace makes meanwhile, to see which of them are there afterwards."""
+    made: list[weakref.ref[Tensor]] = []
+    new: Any = FunctionalTensor.__new__
+
+    def noted(kind: Any, *args: Any, **kwargs: Any) -> Any:
+        one = new(kind, *args, **kwargs)
+        made.append(weakref.ref(one))
+        return one
+
+    with patched(FunctionalTensor, "__new__", staticmethod(noted)):
+        yield made
 
 
 @contextlib.contextmanager

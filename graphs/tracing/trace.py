@@ -21,12 +21,14 @@ from graphs.rewriting.rewrites import read_sources_directly
 from graphs.torch_private.joint import Joint, as_if_compiling, selective_checkpoints_off, trace_joint
 from graphs.torch_private.names import DATA_DEPENDENT, FakeTensor, FunctionalTensor, TreeSpec, tree_unflatten
 from graphs.torch_private.running import around_backwards, holding
-from graphs.torch_private.stand_ins import to_fake
+from graphs.torch_private.stand_ins import noting_traced, to_fake
 from graphs.tracing.body import Body
 from graphs.tracing.constants import Constants
 from graphs.tracing.refusals import reads_an_earlier_call, refusal, written_late
 from graphs.watching.generators import generators_kept, seeding_refused
-from graphs.watching.leaks import Caches
+from graphs.watching.leaks import Caches, is_traced
+from graphs.watching.leftovers import Leftover
+from graphs.watching.outside import left_outside
 from graphs.watching.watch import Watch
 
 
@@ -38,7 +40,7 @@ def trace(
     spec: TreeSpec,
     where: torch.device,
     autocast: torch.dtype | None,
-) -> tuple[Joint, Watch]:
+) -> tuple[Joint, Watch, list[Leftover]]:
     """Trace forward, loss and backward of ``body`` on the inputs with these leaves; ``state`` is that of its model.
 
     Nothing is changed: not the model, whatever its forward assigns, and no generator; but for what any first call sets up (see
@@ -95,7 +97,7 @@ class _Attempts:
         self._here = threading.get_ident()
         self._constants: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
 
-    def once(self, *, known: bool = False) -> tuple[Joint, Watch]:
+    def once(self, *, known: bool = False) -> tuple[Joint, Watch, list[Leftover]]:
         """Trace. ``known``: the model may branch on what depends on no input."""
         watch = self._watch = Watch(self.name, self.body)
         self._constants = Constants if known else contextlib.nullcontext
@@ -109,6 +111,7 @@ class _Attempts:
             draws_laid_out(),
             selective_checkpoints_off(),
             around_backwards(self._backward),
+            noting_traced() as made,
             seeding_refused(self.name, self.where) as look_at_generators,
         ):
             count = len(self.state)
@@ -123,9 +126,16 @@ class _Attempts:
                     raise
                 raise CaptureError(kept) from error
         watch.settle()
+        self._held = {}
+        outside = left_outside(made)
+        if outside:
+            self._caches.forget_traced()
+            for leftover in outside:
+                leftover.forget(is_traced)
+                watch.pass_over(leftover)
         if self._assigned:
             read_sources_directly(joint.module.graph)
-        return joint, watch
+        return joint, watch, [*watch.leftovers, *outside]
 
     def _forward(self, state_now: list[Tensor], tensors_now: list[Tensor]) -> Tensor:
         """The loss, with these stand-ins for state and inputs."""

@@ -1,8 +1,10 @@
-"""Tensors of a trace that a forward has put where the model would find them later: caches outside of its modules. [torch]
+"""Tensors of a trace that a forward has put where the program would find them later, outside of the model's attributes. [torch]
 
-A forward that fills such a cache does not do the same in every call, so its capture is refused; what it has cached would break
-the model itself. Looked at: what functions remember (``functools.lru_cache``), containers in the Python modules in which the
-classes of the model and its loss are defined, and plain objects among its attributes.
+A forward that fills a cache does not do the same in every call, so its capture is refused; what it has cached would break the
+model itself. So would what it leaves without reading it, a note of its activations (``graphs.watching.outside``). Looked at: what
+functions remember (``functools.lru_cache``), names and containers in the Python modules in which the classes of the model, its
+hooks and its loss are defined, variables of functions around these, attributes of the classes, and plain objects among those of
+the model.
 """
 
 from __future__ import annotations
@@ -10,13 +12,17 @@ from __future__ import annotations
 import functools
 import gc
 import sys
+import types
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import nn
 
 from graphs.torch_private.names import FunctionalTensor
+from graphs.watching.leftovers import attributes_of, put, take
 
+_BOXES = dict, list, deque, OrderedDict, defaultdict
 _DEPTH = 3  # of containers and objects inside of each other
 _LEVELS = 3  # a function, its dict, an entry, what it returned
 _LIBRARIES = frozenset({"builtins", "collections", "enum", "functools", "numpy", "torch", "types", "typing", "weakref"})
@@ -24,24 +30,23 @@ _Remembering = type(functools.lru_cache(lambda: None))
 
 
 class Caches:
-    """What is in the caches that the forward of ``body`` may fill, before it is traced."""
+    """What is in the places that the forward of ``body`` may fill, before it is traced."""
 
     def __init__(self, body: nn.Module) -> None:
-        self._before = [(box, box.copy()) for box in _boxes(body)]
+        self._before = [(box, list(box) if isinstance(box, list | deque) else _entries(box)) for box in _boxes(body)]
         self._functions: list[Any] = []
         self._modules = 0  # that were imported when these were looked for
 
     def forget_traced(self) -> None:
         """Put back entries that are tensors of a trace, which has ended."""
         for box, before in self._before:
-            if isinstance(box, list):
-                if any(map(_is_traced, box)):
-                    box[:] = before
+            if isinstance(box, list | deque):
+                if any(map(is_traced, box)):
+                    box.clear()
+                    box.extend(before)
                 continue
-            for key in [key for key, value in box.items() if _is_traced(value)]:
-                del box[key]
-                if key in before:
-                    box[key] = before[key]
+            for key in [key for key, value in _entries(box).items() if is_traced(value)]:
+                put(box, key, before[key]) if key in before else take(box, key)
         if self._modules != len(sys.modules):  # else there are no others: looking through all objects takes long
             self._functions = [one for one in gc.get_objects() if type(one) is _Remembering]
             self._modules = len(sys.modules)
@@ -49,30 +54,47 @@ class Caches:
             held: list[Any] = [function]
             for _ in range(_LEVELS):
                 held = [one for value in held for one in gc.get_referents(value) if not isinstance(value, nn.Module)]
-                if any(map(_is_traced, held)):
+                if any(map(is_traced, held)):
                     function.cache_clear()
                     break
 
 
+def _entries(box: Any) -> dict[Any, Any]:
+    return dict(box if isinstance(box, dict) else attributes_of(box))
+
+
 def _boxes(body: nn.Module) -> Iterator[Any]:
-    """Dicts and lists, those in which plain objects have their attributes among them."""
-    kinds = {kind for part in body.modules() for kind in type(part).__mro__}
-    names = {kind.__module__ for kind in kinds if not _is_library(kind.__module__)}
-    names.add(getattr(getattr(body, "loss", None), "__module__", None) or "builtins")
-    owned = (value for name in sorted(names - _LIBRARIES) if name in sys.modules for value in vars(sys.modules[name]).values())
-    todo: list[tuple[Any, int]] = [(value, 1) for value in owned if type(value) in (dict, list)]
+    """Dicts, lists and deques, those in which plain objects have their attributes among them; classes, variables of functions."""
+    kinds = {kind for part in body.modules() for kind in type(part).__mro__ if not _is_library(kind.__module__)}
+    loss = getattr(body, "loss", None)
+    functions = {each for kind in kinds for each in vars(kind).values() if isinstance(each, types.FunctionType)}
+    hooks = (hook for part in body.modules() for hook in (*part._forward_pre_hooks.values(), *part._forward_hooks.values()))
+    functions |= {each for each in map(_function, (loss, *hooks)) if each is not None and not _is_library(each.__module__ or "")}
+    names = {kind.__module__ for kind in kinds} | {getattr(loss, "__module__", None) or "builtins"}
+    spaces = [vars(sys.modules[name]) for name in names if not _is_library(name) and name in sys.modules]
+    spaces += [function.__globals__ for function in functions]
+    cells = {id(cell): cell for function in functions for cell in function.__closure__ or ()}
+    yield from kinds
+    yield from cells.values()
+    unique = {id(space): space for space in spaces}
+    yield from unique.values()
+    owned = [value for space in unique.values() for value in list(space.values())]
+    todo: list[tuple[Any, int]] = [(value, 1) for value in owned if type(value) in _BOXES]
+    todo += [(value, 1) for cell in cells.values() for value in attributes_of(cell).values()]
     todo += [(value, 1) for part in body.modules() for key, value in vars(part).items() if not key.startswith("_")]
-    seen: set[int] = set()
+    seen: set[int] = set(unique)
     while todo:
         value, depth = todo.pop()
         if id(value) in seen or depth > _DEPTH:
             continue
         seen.add(id(value))
         inside: Iterable[Any] = ()
-        if type(value) in (dict, list):
+        if type(value) in _BOXES:
             yield value
-            inside = value if type(value) is list else value.values()
-        elif not isinstance(value, nn.Module | type) and not _is_library(type(value).__module__):
+            inside = value.values() if isinstance(value, dict) else value
+        elif type(value) is types.SimpleNamespace or not (
+            isinstance(value, nn.Module | type) or _is_library(type(value).__module__)
+        ):
             attributes = getattr(value, "__dict__", None)
             if type(attributes) is dict:
                 yield attributes
@@ -80,10 +102,17 @@ def _boxes(body: nn.Module) -> Iterator[Any]:
         todo += [(one, depth + 1) for one in list(inside)]
 
 
+def _function(one: object) -> types.FunctionType | None:
+    """The function of what can be called."""
+    while isinstance(one, functools.partial | types.MethodType):
+        one = one.func if isinstance(one, functools.partial) else one.__func__
+    return one if isinstance(one, types.FunctionType) else None
+
+
 def _is_library(module: str) -> bool:
     return module.partition(".")[0] in _LIBRARIES
 
 
-def _is_traced(value: object) -> bool:
+def is_traced(value: object) -> bool:
     """Whether it is a tensor of a trace, or a tuple or list with one."""
-    return any(map(_is_traced, value)) if isinstance(value, tuple | list) else type(value) is FunctionalTensor
+    return any(map(is_traced, value)) if isinstance(value, tuple | list) else type(value) is FunctionalTensor

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import types
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from graphs.torch_private.patching import ABSENT, patched
 from graphs.watching.calls import OF_THE_MODEL, Calls
 from graphs.watching.fingerprint import OWN, content_of, described, label, same_content, same_plain
 from graphs.watching.generators import numbers_now
-from graphs.watching.leftovers import Leftover, NotMade, holds_tensor, leftovers_in
+from graphs.watching.leftovers import Leftover, NotMade, holds, is_tensor, leftovers_in
 from graphs.watching.unseen import unseen_refused
 
 _GENERATORS = "Python's generator (random)", "numpy's global generator (numpy.random)"
@@ -35,14 +35,13 @@ class Watch:
     reads    for each part of the module, by its path: the attributes of its own ``__dict__`` (or that could be there and hide one
              of its class) that a call read as they were before it
     changed  (path, attribute) of what a call left changed
-    leftovers  where a call leaves tensors that the captured step does not make
     """
 
     def __init__(self, name: str, body: nn.Module) -> None:
         self.name = name
         self.reads: dict[str, set[str]] = {}
         self.changed: set[tuple[str, str]] = set()
-        self.leftovers: list[Leftover] = []
+        self._leftovers: dict[Hashable, Leftover] = {}  # by place
         self._parts = dict(body.named_modules())
         self._before = {path: dict(vars(part)) for path, part in self._parts.items()}
         self._paths = {id(part): path for path, part in self._parts.items()}
@@ -53,6 +52,7 @@ class Watch:
             if isinstance(box, dict | list | set)
         ]
         self._contents = [(box, dict(box) if isinstance(box, dict) else list(box)) for _, _, box, _ in self._boxes]
+        self._latest: dict[int, list[Any]] = {}  # what containers held after the latest call; by their places in ``_boxes``
         self._calls: list[tuple[Any, ...]] | None = None
         self._set_up: dict[tuple[str, str], Any] = {}  # plain attributes that the first call has read and changed
         self._hooks: list[tuple[dict[Any, Any], dict[Any, Any]]] = []  # of modules, and what they held after that
@@ -85,6 +85,7 @@ class Watch:
             yield
         self._compare_numbers(numbers, "backward")
         self._compare_attributes("backward")
+        self._find_leftovers()
 
     def settle(self) -> None:
         """After ``undo``, put back what the first call alone has set up. Raises CaptureError where there was no other call."""
@@ -177,18 +178,31 @@ class Watch:
             ]
 
     def _find_leftovers(self) -> None:
-        self.leftovers = []
+        found = []
         for path, key in self.changed:
             attributes = self._parts[path].__dict__
-            if key not in self.reads.get(path, ()) and holds_tensor(attributes.get(key)):
-                self.leftovers.append(Leftover(attributes, key, NotMade(label(path, key))))
-        for path, key, box, held in self._boxes:
+            if key not in self.reads.get(path, ()) and holds(attributes.get(key), is_tensor):
+                found.append(Leftover(attributes, (key,), (), NotMade(label(path, key))))
+        for i, (path, key, box, held) in enumerate(self._boxes):
             if key in OWN or _is_derived(self._parts[path], key):
                 continue
-            found = leftovers_in(box, held, label(path, key))
-            if found:
-                self.leftovers += found
+            inside = leftovers_in(self._parts[path].__dict__, key, box, self._latest.get(i, held), label(path, key))
+            if inside:
+                found += inside
                 self.changed.add((path, key))  # its entries are no matter of the step
+            self._latest[i] = content_of(box)
+        self._leftovers.update({leftover.place: leftover for leftover in found})
+
+    @property
+    def leftovers(self) -> list[Leftover]:
+        """Where a call, or its backward, leaves tensors in the model that the captured step does not make."""
+        return list(self._leftovers.values())
+
+    def pass_over(self, leftover: Leftover) -> None:
+        """What lies in something of the model's, to which a call adds, is no matter of the step."""
+        for path, part in self._parts.items():
+            if leftover.holder is part and leftover.keys:
+                self.changed.add((path, leftover.keys[0]))
 
     def _changes(self, path: str, key: str, new: object, where: str = "forward") -> str:
         values = f"from {described(self._before[path].get(key, ABSENT))} to {described(new)}"
