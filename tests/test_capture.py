@@ -1658,6 +1658,16 @@ def test_bind_notices_what_was_edited(name):
     assert "\n" not in str(refusal.value)
 
 
+def test_a_part_that_is_added_and_taken_away_again_is_no_edit():
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+    step = capture(model, x8, loss=square)
+    model.append(nn.ReLU())
+    with pytest.raises(InputError, match="the modules in the model are others"):
+        bind(step, x8)
+    del model[-1]
+    bind(step, x8)
+
+
 def test_bind_notices_an_edited_loss():
     loss = nn.CrossEntropyLoss(weight=torch.ones(8), label_smoothing=0.1)
     target = torch.arange(4)

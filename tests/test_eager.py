@@ -1130,6 +1130,25 @@ def test_writes_through_arrays_are_not_lost() -> None:
     assert swept(step, x) > 5
 
 
+@pytest.mark.parametrize("share", [lambda x: x.numpy(), lambda x: torch.from_numpy(x.numpy()), torch.from_dlpack])
+def test_what_is_read_from_opened_memory_before_a_write_stays(share: Callable[[Tensor], Any]) -> None:
+    x = torch.ones(1000)
+
+    def step() -> list[Tensor]:
+        opened = x * 2
+        shared = share(opened)
+        first = [opened * 3, torch.as_tensor(shared) * 5]
+        others = [x * i for i in range(3)]  # of all these some go
+        shared += 1
+        push(x)
+        second = [opened * 3, torch.as_tensor(shared) * 5]
+        opened.add_(1)
+        push(x)
+        return [*first, *second, *others]
+
+    assert swept(step, x) > 5
+
+
 def test_writes_through_the_address_that_other_libraries_ask_for_are_not_lost() -> None:
     x = torch.randn(1000)
     ones = torch.ones(1000).numpy()

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import enum
 import functools
+import gc
 import pickle
 import random
 import threading
@@ -29,7 +30,7 @@ from graphs.errors import BudgetExceeded, InputError, InvalidSchedule
 from graphs.ir import Graph
 from graphs.torch_private.tensors import storage_key
 from planner.execute import PlannedModule, PlannedStep, StepResult, lower, run_step
-from planner.execution.draws import drawn, generator_state, repeat_draw
+from planner.execution.draws import drawn, generator_state, repeat_draw, undone_on_failure
 from planner.measure import StorageMeter, measure, resident_before_backward
 from planner.plan import plan as plan_of
 from planner.plan import with_costs
@@ -476,6 +477,17 @@ def test_draws_from_several_generators_are_repeated_together() -> None:
     again = repeat_draw(states, where, draw)
     assert all(map(torch.equal, again, first)) and not any(map(torch.equal, first, second))
     assert all(map(torch.equal, now, (one.get_state(), other.get_state())))
+
+
+def test_what_an_interrupt_has_left_half_way_does_not_move_the_generator_later() -> None:
+    """Between two lines of contextlib's, Ctrl-C leaves the context as it is, to be collected with the traceback."""
+    left = undone_on_failure((torch.default_generator,))
+    left.__enter__()
+    torch.randn(5)
+    now = torch.get_rng_state()
+    del left
+    gc.collect()
+    assert torch.equal(torch.get_rng_state(), now)
 
 
 def test_draws_of_another_thread_are_noticed() -> None:

@@ -131,7 +131,8 @@ class Fingerprint:
             if now is then or same_plain(now, then):
                 continue
             if isinstance(then, dict | list | set):
-                if type(now) is type(then) and same_content(content_of(now), content_of(then)):
+                # ``nn.Sequential`` renumbers its parts in a dict of another class.
+                if (type(now) is type(then) or key == "_modules") and same_content(content_of(now), content_of(then)):
                     continue
                 raise InputError(_edited(part.path, key))
             raise InputError(

@@ -32,6 +32,7 @@ class Calls:
         self._contents = storages.by_key
         self._died, self._dead, self._unread = storages.died, storages.dead, storages.unread
         self._keeper = keeper
+        self._opened = keeper.opened
         self._content = outside.content
         self._runs = runs
         self._blank: set[int] = set()  # contents that no operator has written or read since they were allocated, held
@@ -99,6 +100,8 @@ class Calls:
         elif kind.collective:
             for content in read:
                 self._keeper.keep(content, kind.name)
+        if self._opened and not self._opened.isdisjoint([content.number for content in read]):
+            acts = True  # read again, it may be another content
         if written:
             acts = acts or any(content.made_by is None or content.number in self._engine.kept for content in written)
         recipe: Recipe | None = None

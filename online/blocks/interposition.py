@@ -92,6 +92,9 @@ _OPENS = {
     for name in ("__array__", "__dlpack__", "data_ptr", "numpy", "share_memory_", "storage", "untyped_storage")
 }
 _OPENS.add(cast(Any, Tensor.__cuda_array_interface__).__get__)  # an address for other libraries; the getter asks for it unseen
+# Those that hand the memory to arrays of the program's; the others are asked for by PyTorch itself, too, also of parameters.
+_SHARES = {getattr(Tensor, name) for name in ("__array__", "__dlpack__", "numpy")}
+_SHARES.add(cast(Any, Tensor.__cuda_array_interface__).__get__)
 _READS = {getattr(Tensor, name) for name in ("__deepcopy__", "__format__", "__reduce_ex__", "__repr__", "tolist")}
 _WRITES = {getattr(Tensor, name) for name in ("apply_", "map2_", "map_")}  # to the first of the tensors they read
 
@@ -135,7 +138,7 @@ class RawReads(TorchFunctionMode):
             with self._block.noting():
                 for tensor in tensors_in(unwrapped(args[0])):
                     if self._outside.knows_bytes(tensor):
-                        self._keeper.fix(self._outside.content(tensor), func.__name__)
+                        (self._keeper.open if func in _SHARES else self._keeper.fix)(self._outside.content(tensor), func.__name__)
         elif func in _READS or func in _WRITES or func in _GATHERS or (func in _INDEXES and _holds_list(args[1])):
             with self._block.noting():
                 read = [self._outside.content(tensor) for tensor in _listed([*args, *(kwargs or {}).values()])]

@@ -27,6 +27,7 @@ class Keeper:
 
     failure   what did not fit; thrashed: the limit of time was reached
     fixed     whether contents have been fixed since somebody last set this to False
+    opened    numbers of contents that others may change unseen
     """
 
     def __init__(self, engine: GrowingEngine, storages: Storages, budget_bytes: int | None) -> None:
@@ -36,6 +37,7 @@ class Keeper:
         self.failure: Failure | None = None
         self.thrashed = False
         self.fixed = False
+        self.opened: set[int] = set()
         self._freeing = False  # inputs, under way
 
     def guarded(self, name: str, step: Callable[[int], None], number: int) -> None:
@@ -119,6 +121,16 @@ class Keeper:
         self.fixed = True
         for each in found:
             storages.fix(each)  # only now: where something did not fit, it may be tried again
+
+    def open(self, content: Content, name: str) -> None:
+        """A content is about to be shared with others, who may change it unseen: as ``fix``, and what is made from it later
+        stays, too. They may also give it back as another tensor, over the same memory."""
+        self.fix(content, name)
+        storage = _made_outside(content)
+        if storage is not None and content.size_bytes and content.number not in self.opened:
+            assert content.at is not None
+            self._storages.given.add(content.at.known, storage.data_ptr(), content.size_bytes)
+        self.opened.add(content.number)
 
     def _free_inputs(self) -> bool:
         """Something does not fit: let go of inputs that are there only to make smaller things from them again, which then stay;

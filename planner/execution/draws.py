@@ -135,6 +135,8 @@ def undone_on_failure(generators: tuple[torch.Generator, ...]) -> Iterator[None]
     states = [generator.get_state() for generator in generators]
     try:
         yield
+    except GeneratorExit:  # this was left by an interrupt between two lines of Python's own, and is collected only now
+        raise
     except BaseException:
         for generator, state in zip(generators, states, strict=True):
             generator.set_state(state)
