@@ -97,9 +97,9 @@ def budget(
     Not counted: what an op that draws keeps so that it can draw the same again (some 10 KB each on the CPU, 32 bytes on CUDA),
     and workspace inside of ops on the CPU.
 
-    An array that an input was made from (``torch.from_numpy``) must not be written to within the block once that has read the
-    input: such a write is no operator, and what was made from the input may be made again. Arrays of what the block has made
-    (``numpy()``) may be written to.
+    An array that a tensor was made from (``torch.from_numpy``) must not be written to within the block once that has read the
+    tensor: such a write is no operator, and what was made from the tensor may be made again. Arrays that were made from a tensor
+    of the block (``numpy()``) may be written to.
 
     What other threads of the program run is outside of the block. What they read of the block's tensors may be evicted, and then
     is empty: clone it in the block's thread, and hand them that once the block is over.

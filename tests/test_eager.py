@@ -1115,6 +1115,7 @@ def test_writes_through_arrays_are_not_lost() -> None:
     x = torch.ones(1000)
 
     def step() -> list[Tensor]:
+        others = [x * i for i in range(3)]
         opened = x * 0
         before = opened * 2
         opened.numpy()[:] = 5
@@ -1125,7 +1126,7 @@ def test_writes_through_arrays_are_not_lost() -> None:
         other = emptied + 1
         emptied.untyped_storage().resize_(0)
         push(x)
-        return [before, after, other]
+        return [before, after, other, *others]
 
     assert swept(step, x) > 5
 
@@ -1137,11 +1138,12 @@ def test_what_is_read_from_opened_memory_before_a_write_stays(share: Callable[[T
     def step() -> list[Tensor]:
         opened = x * 2
         shared = share(opened)
-        first = [opened * 3, torch.as_tensor(shared) * 5]
+        read = [opened, shared] if isinstance(shared, Tensor) else [opened]
+        first = [tensor * 3 for tensor in read]
         others = [x * i for i in range(3)]  # of all these some go
         shared += 1
         push(x)
-        second = [opened * 3, torch.as_tensor(shared) * 5]
+        second = [tensor * 3 for tensor in read]
         opened.add_(1)
         push(x)
         return [*first, *second, *others]

@@ -92,10 +92,7 @@ class Outside:
             engine.keep_until_dropped(s)
         if size:
             assert content.at is not None
-            given, opened = self._storages.given, self._keeper.opened
-            given.add(content.at.known, storage.data_ptr(), size)
-            if opened and not opened.isdisjoint([each.number for each in given.around(storage.data_ptr())]):
-                opened.add(s)  # an array of what was opened comes back
+            self._storages.given.add(content.at.known, storage.data_ptr(), size)
         if tensor.is_leaf and tensor.requires_grad:
             handle = tensor.register_post_accumulate_grad_hook(self._keep_gradient)  # type: ignore[no-untyped-call]
             self._interposed.callback(handle.remove)
