@@ -199,7 +199,7 @@ def capture(
         tensors.append(tensor)
     surroundings.settle(
         (tensor for source, tensor in zip(sources, tensors, strict=True) if source.kind == "constant" and tensor is not None),
-        (leftover.container() for leftover in leftovers if leftover.grows),
+        leftovers,
     )
     results = _results(name, joint, state, parameters, leaves, form)
     _refuse_late_writes(name, graph, sources, results)

@@ -845,7 +845,7 @@ def test_results_of_arguments_fixed_to_make_room_can_be_made_again() -> None:
 
     def answer(*blocks: contextlib.AbstractContextManager[object]) -> list[Tensor]:
         hooks = torch.autograd.graph.saved_tensors_hooks(
-            lambda t: (t.double().numpy(), t.dtype), lambda packed: torch.from_numpy(packed[0]).to(packed[1])
+            lambda t: (t.double().numpy().copy(), t.dtype), lambda packed: torch.from_numpy(packed[0]).to(packed[1])
         )
         return found.answer(*blocks, hooks)
 
@@ -1138,8 +1138,8 @@ def test_what_is_read_from_opened_memory_before_a_write_stays(share: Callable[[T
     def step() -> list[Tensor]:
         opened = x * 2
         shared = share(opened)
-        read = [opened, shared] if isinstance(shared, Tensor) else [opened]
-        first = [tensor * 3 for tensor in read]
+        read = [opened, torch.as_tensor(shared)]
+        first = [tensor * 3 for tensor in (*read, opened if isinstance(shared, Tensor) else torch.tensor(shared))]
         others = [x * i for i in range(3)]  # of all these some go
         shared += 1
         push(x)

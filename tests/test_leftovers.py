@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import operator
 from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,11 +22,19 @@ PLENTY = 1 << 40
 NOTES: dict[str, Any] = {}
 LOSSES: list[Tensor] = []
 LAST: Any = None
+BOX: list[Any] = [1, None]
 
 
 @dataclass
 class Outputs:
     hidden: Tensor | None = None
+
+
+class Slotted:
+    __slots__ = ("last", "other")
+
+    def __init__(self) -> None:
+        self.last = None
 
 
 class Leaving(nn.Module):
@@ -44,6 +52,9 @@ class Leaving(nn.Module):
         self.history: deque[Tensor] = deque([torch.zeros(())] * 3, maxlen=3)
         self.lists: defaultdict[str, list[Tensor]] = defaultdict(list)
         self.outputs, self.space = Outputs(), SimpleNamespace(inner=SimpleNamespace())
+        self.box: list[Any] = [None, 2]
+        self.records = [{"a": 1.0}, {"a": 2.0}]
+        self.callbacks, self.slotted, self.numbers = [Outputs(), Outputs()], Slotted(), {"a": 0.0, "b": 1.0}
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = torch.relu(self.linear(x))
@@ -104,15 +115,30 @@ PLACES = {
         lambda m, v: LOSSES.append(SimpleNamespace(a=v)), lambda m: torch.zeros(()) + LOSSES[-1].a, lambda m: LOSSES.clear()
     ),
     "global variable": Place(globally, lambda m: LAST + 0),
+    "new list in a global dict": Place(lambda m, v: NOTES.update(a=[v, 1]), lambda m: NOTES["a"][0] + 0),
+    "entry of a list": Place(lambda m, v: operator.setitem(m.box, 0, v), lambda m: m.box[0] + 0),
+    "entry of a global list": Place(lambda m, v: operator.setitem(BOX, 1, v), lambda m: BOX[1] + 0),
+    "record that was there in a list": Place(lambda m, v: m.records[-1].update(b=v), lambda m: m.records[-1]["b"] + 0),
+    "object in a list": Place(
+        lambda m, v: [setattr(each, "hidden", v) for each in m.callbacks], lambda m: m.callbacks[0].hidden + 0
+    ),
+    "slot": Place(lambda m, v: setattr(m.slotted, "last", v), lambda m: m.slotted.last + 0),
+    "where a number was": Place(lambda m, v: m.numbers.update(a=v), lambda m: m.numbers["a"] + 0),
 }  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    for name, value in (("NOTES", {}), ("LOSSES", []), ("LAST", None)):
+    for name, value in (("NOTES", {}), ("LOSSES", []), ("LAST", None), ("BOX", [1, None])):
         monkeypatch.setitem(globals(), name, value)
     monkeypatch.setattr(Leaving, "shared", None)
+
+
+def shown(model: Any) -> str:
+    """All there is to be left alone."""
+    kept = {key: value for key, value in vars(model).items() if not key.startswith("_")}
+    return repr([kept, vars(model.outputs), model.slotted.last, Leaving.shared, NOTES, LOSSES, LAST, BOX])
 
 
 def planned(model: nn.Module, x: Tensor, **options: Any) -> PlannedModule:
@@ -146,10 +172,11 @@ def test_what_a_step_leaves_somewhere_is_not_taken_for_the_planned_steps(name: s
     if called:
         model(x).backward()
         kept = float(place.read(model))
+    before = shown(model)
     module = planned(model, x)
-    copy.deepcopy([model.notes, model.nested, model.history, model.lists, model.outputs, model.space, NOTES, LOSSES, LAST])
+    assert shown(model) == before  # planning has left everything alone
     if called:
-        assert float(place.read(model)) == kept  # planning has left it alone
+        assert float(place.read(model)) == kept
     for factor in (2, 3):
         place.before(model)
         module(factor * x).backward()
@@ -213,3 +240,75 @@ def test_many_tensors_left_take_no_long_look() -> None:
         part.register_forward_hook(keep)
     step = capture(model, x, loss=lambda out: out.sum())
     assert not seen and len(step.leftovers) == 1
+
+
+class Trainer:
+    """Its loss is a method, and notes things in what it has."""
+
+    def __init__(self) -> None:
+        self.history = [{"epoch": 0, "loss": torch.zeros(())}, {"epoch": 1}]
+        self.callbacks = [Outputs(), Outputs()]
+        self.last: Tensor | None = torch.full((), 7.0)
+        self.best = 3.0
+
+    def loss(self, out: Tensor) -> Tensor:
+        loss = out.square().mean()
+        self.history[-1]["loss"] = loss.detach()
+        for callback in self.callbacks:
+            callback.hidden = loss.detach()
+        self.last = loss.detach()
+        return loss * self.best
+
+
+def test_a_trainers_own_things_stay_its_own() -> None:
+    trainer, model, x = Trainer(), nn.Linear(8, 4), torch.randn(16, 8)
+    callbacks, records = [*trainer.callbacks], [*trainer.history]
+    module = planned(model, x, loss=trainer.loss)
+    assert trainer.history == [{"epoch": 0, "loss": torch.zeros(())}, {"epoch": 1}] and trainer.last == 7
+    for _ in range(2):
+        module(x).backward()
+        assert all(map(operator.is_, trainer.callbacks, callbacks)) and all(map(operator.is_, trainer.history, records))
+        assert trainer.history[0] == {"epoch": 0, "loss": torch.zeros(())} and trainer.history[1]["epoch"] == 1
+        for use in (trainer.history[1]["loss"], trainer.callbacks[0].hidden, trainer.callbacks[1].hidden, trainer.last):
+            with pytest.raises(InputError, match="a planned step gives its loss alone"):
+                _ = use + 1
+        trainer.loss(model(x))
+        assert trainer.last == trainer.callbacks[1].hidden == trainer.history[1]["loss"]
+    trainer.best = 2.0
+    with pytest.raises(InputError, match=r"best is 2\.0, but was 3\.0"):
+        module(x)
+
+
+def test_one_object_for_each_part_is_found() -> None:
+    recorders = [Outputs() for _ in range(80)]
+    model, x = nn.Sequential(*(nn.Linear(4, 4) for _ in recorders)), torch.randn(2, 4)
+    for part, recorder in zip(model, recorders, strict=True):
+        part.register_forward_hook(lambda part, given, made, recorder=recorder: setattr(recorder, "hidden", made.detach()))
+    module = planned(model, x, loss=lambda out: out.sum())
+    assert all(recorder.hidden is None for recorder in recorders)
+    module(x)
+    for recorder in recorders:
+        with pytest.raises(InputError, match=r"Outputs\.hidden is a tensor that a plain forward leaves there"):
+            _ = recorder.hidden + 1
+
+
+def test_a_proxy_that_answers_nothing_is_passed_over() -> None:
+    class Proxy:
+        def __init__(self, of: object) -> None:
+            object.__setattr__(self, "_of", of)
+
+        @property
+        def __class__(self) -> type:
+            raise RuntimeError("outside of a request")
+
+    kept: list[Any] = []
+    model, x = nn.Linear(8, 4), torch.randn(16, 8)
+
+    def loss(out: Tensor) -> Tensor:
+        kept.append(Proxy(out.detach()))
+        return out.sum()
+
+    module = planned(model, x, loss=loss)
+    assert not kept
+    module(x)
+    assert len(kept) == 1

@@ -26,9 +26,9 @@ from graphs.tracing.body import Body
 from graphs.tracing.constants import Constants
 from graphs.tracing.refusals import reads_an_earlier_call, refusal, written_late
 from graphs.watching.generators import generators_kept, seeding_refused
-from graphs.watching.leaks import Caches, is_traced
+from graphs.watching.leaks import Caches
 from graphs.watching.leftovers import Leftover
-from graphs.watching.outside import left_outside
+from graphs.watching.outside import Since, left_outside
 from graphs.watching.watch import Watch
 
 
@@ -94,6 +94,7 @@ class _Attempts:
         self._assigned: set[str] = set()
         self._held: dict[str, Tensor] = {}  # what the model holds during the latest call and its backward
         self._in_call = False
+        self._since: Since | None = None
         self._here = threading.get_ident()
         self._constants: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
 
@@ -112,13 +113,18 @@ class _Attempts:
             selective_checkpoints_off(),
             around_backwards(self._backward),
             noting_traced() as made,
+            Since(made) as since,
             seeding_refused(self.name, self.where) as look_at_generators,
         ):
             count = len(self.state)
             fakes = to_fake([*self.state.values(), *(self.leaves[i].detach() for i in self._slots)])
             try:
+                self._since = since
                 joint = trace_joint(self._forward, fakes[:count], fakes[count:], look_at_generators, calls_foreign)
+                self._held = {}
+                since.end()
             except Exception as error:
+                since.thaw()  # what remembers was there before
                 kept = watch.explain() if reads_an_earlier_call(error) else None  # before its containers are put back
                 self._caches.forget_traced()
                 kept = kept or watch.explain()
@@ -126,16 +132,15 @@ class _Attempts:
                     raise
                 raise CaptureError(kept) from error
         watch.settle()
-        self._held = {}
-        outside = left_outside(made)
-        if outside:
-            self._caches.forget_traced()
-            for leftover in outside:
-                leftover.forget(is_traced)
+        outside = left_outside(since, [*watch.own(), *self._caches.own()], self._caches.lengths())
+        if outside.traced:
+            self._caches.forget_traced(outside.traced | outside.doubtful)
+            outside.take_out()
+            for leftover in outside.leftovers:
                 watch.pass_over(leftover)
         if self._assigned:
             read_sources_directly(joint.module.graph)
-        return joint, watch, [*watch.leftovers, *outside]
+        return joint, watch, [*watch.leftovers, *outside.leftovers]
 
     def _forward(self, state_now: list[Tensor], tensors_now: list[Tensor]) -> Tensor:
         """The loss, with these stand-ins for state and inputs."""
@@ -149,6 +154,8 @@ class _Attempts:
         # The backward stays outside of the region, as it does in a training loop.
         region = contextlib.nullcontext() if self.autocast is None else torch.autocast(self.where.type, dtype=self.autocast)
         self._in_call = True
+        if self._since is not None:
+            self._since.call()
         try:
             with region, self._constants(), self._watch.call():
                 loss = torch.func.functional_call(self.body, after, (tree_unflatten(filled, self.spec),))
@@ -175,6 +182,8 @@ class _Attempts:
             yield
         else:
             self._in_call, now = True, dict(held)
+            if self._since is not None:
+                self._since.backward = len(self._since.made)
             try:
                 with self._watch.backward(), holding(self.body, now):
                     yield

@@ -14,13 +14,13 @@ import gc
 import sys
 import types
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from typing import Any
 
 from torch import nn
 
 from graphs.torch_private.names import FunctionalTensor
-from graphs.watching.leftovers import attributes_of, put, take
+from graphs.watching.leftovers import attributes_of, fill, is_a, put, take
 
 _BOXES = dict, list, deque, OrderedDict, defaultdict
 _DEPTH = 3  # of containers and objects inside of each other
@@ -37,13 +37,24 @@ class Caches:
         self._functions: list[Any] = []
         self._modules = 0  # that were imported when these were looked for
 
-    def forget_traced(self) -> None:
-        """Put back entries that are tensors of a trace, which has ended."""
+    def own(self) -> list[int]:
+        """Ids of what this holds of the program's."""
+        return [id(before) for _, before in self._before]
+
+    def lengths(self) -> dict[int, int]:
+        """How many entries lists and deques had, by id."""
+        return {id(box): len(before) for box, before in self._before if isinstance(before, list)}
+
+    def forget_traced(self, known: Set[int] = frozenset()) -> None:
+        """Put back entries that are tensors of a trace, which has ended. ``known``: ids of others that hold such."""
+
+        def is_traced(value: object) -> bool:
+            return id(value) in known or _is_traced(value)
+
         for box, before in self._before:
-            if isinstance(box, list | deque):
+            if isinstance(before, list):
                 if any(map(is_traced, box)):
-                    box.clear()
-                    box.extend(before)
+                    fill(box, before)
                 continue
             for key in [key for key, value in _entries(box).items() if is_traced(value)]:
                 put(box, key, before[key]) if key in before else take(box, key)
@@ -68,7 +79,7 @@ def _boxes(body: nn.Module) -> Iterator[Any]:
     kinds = {kind for part in body.modules() for kind in type(part).__mro__ if not _is_library(kind.__module__)}
     loss = getattr(body, "loss", None)
     functions = {each for kind in kinds for each in vars(kind).values() if isinstance(each, types.FunctionType)}
-    hooks = (hook for part in body.modules() for hook in (*part._forward_pre_hooks.values(), *part._forward_hooks.values()))
+    hooks = [hook for part in body.modules() for hook in (*part._forward_pre_hooks.values(), *part._forward_hooks.values())]
     functions |= {each for each in map(_function, (loss, *hooks)) if each is not None and not _is_library(each.__module__ or "")}
     names = {kind.__module__ for kind in kinds} | {getattr(loss, "__module__", None) or "builtins"}
     spaces = [vars(sys.modules[name]) for name in names if not _is_library(name) and name in sys.modules]
@@ -81,6 +92,7 @@ def _boxes(body: nn.Module) -> Iterator[Any]:
     owned = [value for space in unique.values() for value in list(space.values())]
     todo: list[tuple[Any, int]] = [(value, 1) for value in owned if type(value) in _BOXES]
     todo += [(value, 1) for cell in cells.values() for value in attributes_of(cell).values()]
+    todo += [(value, 1) for each in (loss, *hooks) for value in _held_by(each)]
     todo += [(value, 1) for part in body.modules() for key, value in vars(part).items() if not key.startswith("_")]
     seen: set[int] = set(unique)
     while todo:
@@ -92,13 +104,9 @@ def _boxes(body: nn.Module) -> Iterator[Any]:
         if type(value) in _BOXES:
             yield value
             inside = value.values() if isinstance(value, dict) else value
-        elif type(value) is types.SimpleNamespace or not (
-            isinstance(value, nn.Module | type) or _is_library(type(value).__module__)
-        ):
-            attributes = getattr(value, "__dict__", None)
-            if type(attributes) is dict:
-                yield attributes
-                inside = attributes.values()
+        elif type(value) is types.SimpleNamespace or not (is_a(value, nn.Module, type) or _is_library(type(value).__module__)):
+            yield value
+            inside = attributes_of(value).values()
         todo += [(one, depth + 1) for one in list(inside)]
 
 
@@ -109,10 +117,19 @@ def _function(one: object) -> types.FunctionType | None:
     return one if isinstance(one, types.FunctionType) else None
 
 
+def _held_by(one: object) -> list[Any]:
+    """Objects that what can be called has with it: that of a method, arguments, itself."""
+    if isinstance(one, types.FunctionType):
+        return [*(one.__defaults__ or ()), *(one.__kwdefaults__ or {}).values()]
+    if isinstance(one, functools.partial):
+        return [*one.args, *one.keywords.values(), *_held_by(one.func)]
+    return [one.__self__] if isinstance(one, types.MethodType) else [one]
+
+
 def _is_library(module: str) -> bool:
     return module.partition(".")[0] in _LIBRARIES
 
 
-def is_traced(value: object) -> bool:
+def _is_traced(value: object) -> bool:
     """Whether it is a tensor of a trace, or a tuple or list with one."""
-    return any(map(is_traced, value)) if isinstance(value, tuple | list) else type(value) is FunctionalTensor
+    return any(map(_is_traced, value)) if is_a(value, tuple, list) else type(value) is FunctionalTensor  # type: ignore[call-overload]

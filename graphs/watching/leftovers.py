@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import operator
 import types
-from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +16,6 @@ from graphs.errors import InputError
 from graphs.torch_private.patching import ABSENT
 
 _DEPTH = 5  # of containers and objects inside of each other
-GROWING = list, set, deque  # what a step adds to
 
 
 class NotMade:
@@ -69,31 +70,37 @@ for _name in (*_BINARY, *(f"{side}{name}" for name in _BINARY for side in "ri"),
 class Leftover:
     """A place where a plain step leaves a tensor, without having read what was there.
 
-    holder  a dict, an object or a class, from which ``keys`` lead to the place: keys of dicts, names of attributes
-    kinds   of what lies on the way: at each key but the last or, where the place is a container that grows, at each
-    grows   whether the place is a list, set or deque to which each step adds
-    renews  whether each step fills it anew instead
-    mark    what is put there
+    holder   a container, an object, a class or a variable of a function, from which ``keys`` lead to the place: keys of dicts,
+             names of attributes
+    keys     with the last one that of the place itself; where that is in a list, set or deque, those that lead to this
+    kinds    of what lies at each key on the way, the list, set or deque included
+    mark     what is put there
+    indices  in a list or deque: entries that each step gives a tensor
+    grows    whether each step adds to it
     """
 
     holder: Any
     keys: tuple[Any, ...]
     kinds: tuple[type, ...]
     mark: NotMade
+    indices: tuple[int, ...] = ()
     grows: bool = False
-    renews: bool = False
 
     @property
     def place(self) -> Hashable:
         """The same for what is the same place."""
-        return id(self.holder), self.keys, self.grows
+        return id(self.holder), self.keys, len(self.kinds)
 
-    def container(self) -> Any:
-        """What it is in now; None where the program has put something else on the way."""
+    @property
+    def _is_listed(self) -> bool:
+        return len(self.keys) == len(self.kinds)
+
+    def container(self, *, made: bool = False) -> Any:
+        """What it is in now; None where the program has put something else on the way. ``made``: what is missing is made."""
         at = self.holder
         for key, kind in zip(self.keys, self.kinds, strict=False):
             inside = value_at(at, key)
-            if inside is ABSENT and kind in _MADE_EMPTY:  # the program has emptied what it is in, as it may before each step
+            if inside is ABSENT and made and kind in _MADE_EMPTY:  # the program empties what it is in before each step
                 put(at, key, inside := kind())
             if type(inside) is not kind:
                 return None
@@ -102,99 +109,155 @@ class Leftover:
 
     def after_step(self) -> None:
         """Have it say that a planned step has made none."""
-        container = self.container()
-        if container is None:
-            return
-        if not self.grows:
-            put(container, self.keys[-1], self.mark)
-        elif self.renews:
-            container.clear()
-            _add(container, self.mark)
-        elif not any(type(entry) is NotMade for entry in (container if isinstance(container, set) else list(container)[-1:])):
-            _add(container, self.mark)  # one is enough
+        container = self.container(made=True)
+        if container is not None:
+            self._mark(container)
 
-    def forget(self, is_traced: Callable[[object], bool]) -> None:
-        """After a trace, take out what it has put there. ``is_traced``: whether something is a tensor of a trace."""
+    def _mark(self, container: Any) -> None:
+        if not self._is_listed:
+            put(container, self.keys[-1], self.mark)
+            return
+        for i in self.indices:
+            put(container, i, self.mark)
+        last = container if is_a(container, set) else [*container][-1:]
+        if self.grows and not any(type(entry) is NotMade for entry in last):  # one is enough
+            add(container, self.mark)
+
+    @contextlib.contextmanager
+    def shown(self) -> Iterator[None]:
+        """With the mark there for a while."""
         container = self.container()
         if container is None:
+            yield
             return
-        if self.grows:
-            stay = [entry for entry in container if not holds(entry, is_traced)]
-            if len(stay) < len(container):
-                container.clear()
-                container.update(stay) if isinstance(container, set) else container.extend(stay)
-        elif holds(value_at(container, self.keys[-1]), is_traced):
-            if type(container) is dict and self.kinds:
+        before = _listed(container) if self._is_listed else value_at(container, self.keys[-1])
+        self._mark(container)
+        try:
+            yield
+        finally:
+            if self._is_listed:
+                fill(container, before)
+            elif before is ABSENT:
                 take(container, self.keys[-1])
-            else:  # a name, which is there even where what it stood for is not known
-                put(container, self.keys[-1], self.mark)
+            else:
+                put(container, self.keys[-1], before)
 
 
 _MADE_EMPTY = dict, list, set, deque
 
 
-def _add(container: Any, mark: NotMade) -> None:
-    container.add(mark) if isinstance(container, set) else container.append(mark)
+def is_a(one: object, *kinds: type) -> bool:
+    """Whether something is of one of these classes; ``isinstance`` asks the object, which may do anything."""
+    return issubclass(type(one), kinds)
+
+
+# What a container's own class does beside is no matter here: it may check what it is given.
+
+
+def add(container: Any, entry: object) -> None:
+    """Add to a list, set or deque."""
+    if is_a(container, set):
+        set.add(container, entry)
+    else:
+        (list if is_a(container, list) else deque).append(container, entry)
+
+
+def _listed(container: Any) -> list[Any]:
+    return list(set.__iter__(container) if is_a(container, set) else container)
+
+
+def fill(container: Any, entries: Sequence[Any]) -> None:
+    """Have a list, set or deque hold just these."""
+    kind: Any = next(each for each in (set, list, deque) if is_a(container, each))
+    kind.clear(container)
+    (set.update if kind is set else kind.extend)(container, entries)
 
 
 def value_at(holder: Any, key: Any) -> Any:
-    """An entry of a dict or an attribute of an object; ABSENT where there is none."""
-    if isinstance(holder, defaultdict):
-        return holder[key]
-    return (holder if isinstance(holder, dict) else attributes_of(holder)).get(key, ABSENT)
+    """An entry or an attribute; ABSENT where there is none."""
+    if is_a(holder, dict):
+        return dict.get(holder, key, ABSENT)
+    if is_a(holder, list, deque):
+        return holder[key] if key < len(holder) else ABSENT
+    return attributes_of(holder).get(key, ABSENT)
 
 
 def attributes_of(holder: Any) -> Mapping[str, Any]:
-    """The attributes of an object, a class or a variable of a function (``cell_contents``)."""
-    if isinstance(holder, types.CellType):
+    """The attributes of an object, those in slots among them, of a class, or of a variable of a function (``cell_contents``)."""
+    if is_a(holder, types.CellType):
         try:
             return {"cell_contents": holder.cell_contents}
         except ValueError:  # nothing yet
             return {}
-    found = getattr(holder, "__dict__", None)
-    return found if isinstance(found, Mapping) else {}
+    try:
+        found = object.__getattribute__(holder, "__dict__") if not is_a(holder, type) else vars(holder)
+    except AttributeError:
+        found = {}
+    slots = {
+        name: member
+        for kind in type(holder).__mro__
+        if "__slots__" in vars(kind)
+        for name, member in vars(kind).items()
+        if is_a(member, types.MemberDescriptorType)
+    }
+    if not slots:
+        return found if is_a(found, Mapping) else {}
+    values = {name: _slot(member, holder) for name, member in slots.items()}
+    return {**{name: value for name, value in values.items() if value is not ABSENT}, **found}
+
+
+def _slot(member: types.MemberDescriptorType, holder: Any) -> Any:
+    try:
+        return member.__get__(holder)
+    except AttributeError:
+        return ABSENT
 
 
 def put(holder: Any, key: Any, value: object) -> None:
-    """Have a dict this entry, or an object this attribute."""
-    if isinstance(holder, dict):
-        holder[key] = value
-    elif isinstance(holder, type | types.CellType):
-        setattr(holder, key, value)
+    """Have something this entry or attribute."""
+    if is_a(holder, dict):
+        (OrderedDict if is_a(holder, OrderedDict) else dict).__setitem__(holder, key, value)
+    elif is_a(holder, list, deque):
+        kind: Any = list if is_a(holder, list) else deque
+        if key < len(holder):
+            kind.__setitem__(holder, key, value)
+        else:
+            add(holder, value)
+    elif is_a(holder, type):
+        type.__setattr__(holder, key, value)
+    elif is_a(holder, types.CellType):
+        holder.cell_contents = value
     else:
-        vars(holder)[key] = value
+        object.__setattr__(holder, key, value)
 
 
 def take(holder: Any, key: Any) -> None:
-    """Have a dict no such entry, or an object no such attribute."""
-    if isinstance(holder, dict):
-        del holder[key]
-    elif isinstance(holder, type):
-        delattr(holder, key)
-    elif isinstance(holder, types.CellType):
+    """Have something no such entry or attribute."""
+    if is_a(holder, dict):
+        (OrderedDict if is_a(holder, OrderedDict) else dict).__delitem__(holder, key)
+    elif is_a(holder, type):
+        type.__delattr__(holder, key)
+    elif is_a(holder, types.CellType):
         del holder.cell_contents
     else:
-        del vars(holder)[key]
+        object.__delattr__(holder, key)
 
 
 def leftovers_in(holder: Any, key: str, box: Any, before: Sequence[Any], name: str) -> list[Leftover]:
     """Of a container of the model's, its attribute ``key``, that held ``before`` (``content_of``) before a call, and now more or
     others."""
     known = set(map(id, before))
-    kind = type(box)
-    if isinstance(box, dict):
+    kinds = (type(box),)
+    if is_a(box, dict):
         new = [entry for entry, value in box.items() if id(value) not in known and holds(value, is_tensor)]
-        return [Leftover(holder, (key, entry), (kind,), NotMade(f"{name}[{entry!r}]")) for entry in new]
+        return [Leftover(holder, (key, entry), kinds, NotMade(f"{name}[{entry!r}]")) for entry in new]
     entries = list(box)
-    if not any(id(entry) not in known and holds(entry, is_tensor) for entry in entries):
+    at = [i for i, entry in enumerate(entries) if id(entry) not in known and holds(entry, is_tensor)]
+    if not at:
         return []
-    stays = known <= set(map(id, entries)) if isinstance(box, set) else all(map(_is, before, entries[: len(before)]))
-    renews = not stays or len(entries) < len(before)
-    return [Leftover(holder, (key,), (kind,), NotMade(f"an entry of {name}"), grows=True, renews=renews)]
-
-
-def _is(a: object, b: object) -> bool:
-    return a is b
+    stays = is_a(box, set) or (len(before) <= len(entries) and all(map(operator.is_, before, entries)))
+    indices = () if stays else tuple(at)
+    return [Leftover(holder, (key,), kinds, NotMade(f"an entry of {name}"), indices, grows=stays)]
 
 
 def is_tensor(value: object) -> bool:

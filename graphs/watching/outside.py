@@ -1,32 +1,91 @@
 """Where tensors of a trace have been left outside of what a model has as attributes: names and containers of the program. [torch]
 
 A hook that keeps an activation in a dict, a loss that notes its terms, a list of auxiliary losses: after the trace tensors of it
-lie there that nobody can use. What refers to them is followed upwards to something that has a name, so that the place is found
-again where the program has put another container there.
+lie there that nobody can use. What refers to them is followed up to something that was there before the trace, and from there to
+a name, so that the place is found again where the program has put another container there.
 """
 
 from __future__ import annotations
 
 import gc
 import types
+import warnings
 import weakref
-from collections import deque
-from collections.abc import Hashable, Iterable
+from collections import defaultdict, deque
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
-from graphs.watching.leftovers import Leftover, NotMade, attributes_of
+from graphs.watching.leftovers import Leftover, NotMade, attributes_of, fill, is_a, put, take
 
-_UP = 6  # containers inside of each other
-_WALKS = 100  # through all objects there are, some 20 ms each
-_TOGETHER = 16  # tensors looked for in one of them
+_UP = 5  # containers inside of each other
+_WALKS = 60  # through all objects there are, some 50 ms each
+_TOGETHER = 32  # things that are looked for in one of them
 _GROWING = list, set, deque
 _FIXED = tuple, frozenset
-_LIBRARIES = {"torch", "functools", "weakref", "numpy", "graphs"}  # what lies there is theirs
+_LISTED = _GROWING + _FIXED
+_BOXES = (dict, *_GROWING)
+_LIBRARIES = {"torch", "functools", "weakref", "graphs", "planner", "online"}  # what lies in objects of these is theirs
+_SKIPPED = types.FrameType, types.GeneratorType, types.BuiltinFunctionType
 
-_Found = tuple[Any, tuple[Hashable, ...], tuple[type, ...], str]  # holder, keys, kinds (see Leftover), and a name for messages
+
+class Since:
+    """What has come to be during a trace. Python's collector leaves alone meanwhile what was there before.
+
+    made    the tensors of the trace
+    before_last  how many of them there were when the last call of the forward began; None: there was one
+    backward     how many when the latest backward began; None: there was none
+    born    ids of objects that came to be in the last call, or later; born_before: in those before
+    """
+
+    def __init__(self, made: list[weakref.ref[Tensor]]) -> None:
+        self.made = made
+        self.before_last: int | None = None
+        self.backward: int | None = None
+        self.born: set[int] = set()
+        self.born_before: set[int] = set()
+        self._calls = 0
+        self._freezes = gc.get_freeze_count() == 0  # else the program has frozen what it has, and nothing can be told apart
+
+    def __enter__(self) -> Since:
+        if self._freezes:
+            gc.freeze()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.thaw()
+
+    def thaw(self) -> None:
+        """Python's collector goes through everything again."""
+        if self._freezes:
+            self._freezes = False
+            gc.unfreeze()
+
+    def call(self) -> None:
+        """A call of the forward begins."""
+        self._calls += 1
+        if self._calls > 1:
+            self.before_last = len(self.made)
+            self.born_before = self._now()
+            if self._freezes:
+                gc.freeze()
+
+    def end(self) -> None:
+        """The trace has ended."""
+        self.born = self._now()
+        self.thaw()
+
+    def alive(self) -> list[tuple[int, Tensor]]:
+        """The tensors that are still there, with their numbers."""
+        return [(i, tensor) for i, one in enumerate(self.made) if (tensor := one()) is not None]
+
+    def _now(self) -> set[int]:
+        """Ids of what has come to be so far; not looked for where no tensor has stayed."""
+        if not self._freezes or all(one() is None for one in self.made):
+            return set()
+        return set(map(id, gc.get_objects()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,112 +96,261 @@ class _Edge:
     key: Hashable
 
 
-def left_outside(made: Iterable[weakref.ref[Tensor]]) -> list[Leftover]:
-    """The places where tensors lie that a trace, which has ended, has made."""
-    made = list(made)
-    if all(one() is None for one in made):
-        return []
+@dataclass(frozen=True, slots=True)
+class Left:
+    """What a trace has left.
+
+    leftovers  the places, each once
+    traced     ids of its tensors, and of what it has made to hold them
+    slots      where these lie in what was there before
+    doubtful   ids of containers that may have been there before: Python's collector does not see all of them
+    """
+
+    leftovers: list[Leftover]
+    traced: set[int]
+    slots: list[_Edge]
+    doubtful: set[int]
+
+    def take_out(self) -> None:
+        """Leave nothing of it in what was there before."""
+        for slot in self.slots:
+            at, key = slot.at, slot.key
+            if is_a(at, *_GROWING):
+                stay = [entry for entry in at if id(entry) not in self.traced]
+                if len(stay) < len(at):
+                    fill(at, stay)
+            elif id(_entry(at, key)) not in self.traced:
+                continue
+            elif is_a(at, dict):
+                take(at, key)
+            else:  # a name, which is there even where what it stood for is not known
+                put(at, key, NotMade(_within(_named(at), at, key)))
+
+
+def left_outside(since: Since, own: Collection[int], lengths: Mapping[int, int]) -> Left:
+    """Where tensors of the trace lie.
+
+    own      ids of containers that are not the program's
+    lengths  of lists before the trace, by id, as far as they are known
+    """
+    if not since.alive():
+        return Left([], set(), [], set())
     gc.collect()  # what waits for it lies nowhere
-    return _Search([tensor for one in made if (tensor := one()) is not None]).places()
+    return _Search(since, own, lengths).left()
 
 
 class _Search:
-    """Follows references upwards. No name here is an object's attribute for long: it would be found as well."""
+    """Follows references upwards, for many things at a time.
 
-    def __init__(self, tensors: list[Tensor]) -> None:
-        self._tensors = tensors
+    _traced  what is, or was made to hold, tensors of the trace: by id, whether all of these are of calls before the last one
+    """
+
+    def __init__(self, since: Since, own: Collection[int], lengths: Mapping[int, int]) -> None:
+        self._born, self._born_before = since.born, since.born_before
+        self._own = {*own, id(self._born), id(self._born_before)}
+        self._lengths = lengths
         self._walks = 0
-        self._above: dict[int, list[_Edge]] = {}
-        self._own = {id(tensors), id(self._above)}
-        self._found: dict[Hashable, Leftover] = {}
+        self._traced: dict[int, bool] = {}
+        self._keep: list[Any] = []  # no id is given twice
+        self._own |= {id(self._traced), id(self._keep)}
+        self._alone: set[int] = set()  # ids of tensors that were made in the backward, of which there is one
+        self._slots: list[_Edge] = []  # where traced things lie in what was there before
+        last = 0 if since.before_last is None else since.before_last
+        self._tensors: list[Tensor] = []
+        self._own.add(id(self._tensors))
+        for number, tensor in since.alive():
+            self._tensors.append(tensor)
+            self._traced[id(tensor)] = number < last
+            if since.before_last is None or (since.backward is not None and number >= since.backward):
+                self._alone.add(id(tensor))
 
-    def places(self) -> list[Leftover]:
-        """All of them, each once."""
-        while self._tensors and self._walks < _WALKS:
-            some = self._tensors[:_TOGETHER]
+    def left(self) -> Left:
+        """All of it."""
+        level: list[Any] = self._tensors
+        for _ in range(_UP):
+            level = self._above(level)
+            if not level:
+                break
+        found: dict[Hashable, Leftover] = {}
+        containers = {id(slot.at): slot.at for slot in self._slots}
+        self._own.add(id(containers))
+        names = _Names(self._referring, [one for one in containers.values() if is_a(one, *_BOXES)])
+        slots = [self._of_owner(slot, names) for slot in self._slots]
+        for slot in slots:
+            leftover = self._leftover(slot, names)
+            if leftover is not None:
+                found.setdefault(leftover.place, leftover)
+        if self._walks >= _WALKS:
+            warnings.warn(
+                "the step leaves tensors in more places than can be looked for; what a planned call does not make there may seem "
+                "to be its own",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        return Left(
+            list(found.values()), set(self._traced), slots, {id(slot.at) for slot in slots} & (self._born | self._born_before)
+        )
+
+    def _above(self, level: list[Any]) -> list[Any]:
+        """Note where these lie; what the trace has put them in, which lies somewhere itself."""
+        higher: dict[int, Any] = {}
+        self._own.add(id(higher))
+        pending = {id(one): one for one in level}
+        found: list[tuple[_Edge, int]] = []
+        self._own |= {id(pending), id(found)}
+        while pending and self._walks < _WALKS:
+            some = list(pending.values())[:_TOGETHER]
             self._own.add(id(some))
-            seen = {id(one) for one in some}
-            for edge in self._referring(*some):
-                self._note(edge)
-                inside = edge.at.values() if isinstance(edge.at, dict) else edge.at if isinstance(edge.at, _GROWING) else ()
-                seen.update(map(id, inside))
-            rest = [one for one in self._tensors if id(one) not in seen]
-            self._own.add(id(rest))
-            self._tensors = rest
-        return list(self._found.values())
-
-    def _referring(self, *children: Any) -> list[_Edge]:
-        """What of the program refers to some of these, and by which keys."""
-        self._walks += 1
-        self._own.add(id(children))
-        ids = {id(child) for child in children}
-        edges: list[_Edge] = []
-        self._own.add(id(edges))
-        for one in gc.get_referrers(*children):
-            if id(one) in self._own or isinstance(one, types.FrameType | types.FunctionType | _Search):
+            for slot, child in self._referring(some):
+                at = slot.at
+                inside = dict.values(at) if is_a(at, dict) else at if is_a(at, *_LISTED) else ()
+                for one in list(inside):
+                    pending.pop(id(one), None)  # found together, as in most lists
+                    if id(one) in self._traced and id(one) != child and is_a(at, dict):
+                        found += [(_Edge(at, key), id(value)) for key, value in list(dict.items(at)) if value is one]
+                found.append((slot, child))
+            for one in some:
+                pending.pop(id(one), None)
+        made = self._made_for_objects([slot.at for slot, _ in found if is_a(slot.at, dict)])
+        for slot, child in found:
+            at = slot.at
+            if _is_theirs(at):
                 continue
-            if isinstance(one, dict):
-                edges += [_Edge(one, key) for key, value in list(one.items()) if id(value) in ids]
-            elif isinstance(one, _GROWING + _FIXED):
-                edges.append(_Edge(one, None))
+            if id(at) in made or self._is_new(at, child):
+                self._traced[id(at)] = self._traced[child] and self._traced.get(id(at), True)
+                if child in self._alone:
+                    self._alone.add(id(at))
+                higher[id(at)] = at
             else:
-                found = attributes_of(one)
-                edges += [_Edge(one, key) for key, value in list(found.items()) if id(value) in ids]
-                if id(found) in ids or (isinstance(one, type) and any(_is_of_class(child, one) for child in children)):
-                    edges.append(_Edge(one, None))  # the dict is that of its attributes
-        return edges
+                self._slots.append(slot)
+        self._keep += higher.values()
+        result = list(higher.values())
+        self._own.add(id(result))
+        return result
 
-    def _parents(self, one: Any) -> list[_Edge]:
-        if id(one) not in self._above:
-            self._above[id(one)] = self._referring(one) if self._walks < _WALKS else []
-        return self._above[id(one)]
+    def _made_for_objects(self, dicts: list[Any]) -> set[int]:
+        """Of dicts, the ids of those that are the attributes of objects that the trace has made."""
+        made: set[int] = set()
+        unique = list({id(one): one for one in dicts}.values())
+        self._own |= {id(dicts), id(unique)}
+        for i in range(0, len(unique), _TOGETHER):
+            for edge, child in self._referring(unique[i : i + _TOGETHER]):
+                if edge.key is None and id(edge.at) in self._born | self._born_before and not is_a(edge.at, *_LISTED):
+                    made.add(child)
+        return made
 
-    def _note(self, edge: _Edge, up: int = 0) -> bool:
-        """A tensor, or something with one in it, lies there. Whether that is a place of the program's."""
-        at, key = edge.at, edge.key
-        if isinstance(at, _FIXED):
-            noted = [self._note(above, up + 1) for above in (self._parents(at) if up < _UP else ())]
-            return any(noted)
-        where = self._container(at, up)
-        if where is None:
+    def _is_new(self, at: Any, child: int) -> bool:
+        """Whether what has come to refer to something traced was made for it. Python's collector does not see a dict before there
+        is something to collect in it, so that of an earlier call, or of the one backward, it may have been there."""
+        if is_a(at, *_FIXED):
+            return True
+        if is_a(at, dict) and (self._traced[child] or child in self._alone):
             return False
-        if isinstance(where, list):  # an entry of something that grows, or whose entries stay
-            noted = [self._note(above, up + 1) for above in where]
-            if any(noted):
-                return True
-            where = at, (), (), _kind_of(at)
-        holder, keys, kinds, name = where
-        if isinstance(at, _GROWING):
-            leftover = Leftover(holder, keys, kinds, NotMade(f"an entry of {name}"), grows=True)
-        else:
-            leftover = Leftover(holder, (*keys, key), kinds, NotMade(_within(name, at if keys else holder, key)))
-        self._found.setdefault(leftover.place, leftover)
-        return True
+        return id(at) in (self._born_before if self._traced[child] else self._born)
 
-    def _container(self, at: Any, up: int) -> _Found | list[_Edge] | None:
-        """How a container or an object is found again; what it is an entry of; None: it is no matter of the program's."""
-        if isinstance(at, nn.Module | type | types.CellType | Tensor):
-            return None if isinstance(at, type) and _is_library(at.__module__) else (at, (), (), _named(at))
-        if _is_library(type(at).__module__):
-            return None
-        edges = self._parents(at) if up < _UP else []
+    def _referring(self, children: Sequence[Any]) -> list[tuple[_Edge, int]]:
+        """What of the program refers to some of these, by which keys; with the id of what is referred to."""
+        self._walks += 1
+        ids = {id(child) for child in children}
+        found: list[tuple[_Edge, int]] = []
+        self._own |= {id(children), id(ids), id(found)}
+        for one in gc.get_referrers(*children):
+            kind = type(one)
+            if id(one) in self._own or issubclass(kind, _SKIPPED) or kind in (_Edge, _Search, _Names, Leftover):
+                continue
+            if issubclass(kind, dict):
+                found += [(_Edge(one, key), id(value)) for key, value in list(dict.items(one)) if id(value) in ids]
+            elif issubclass(kind, _LISTED):
+                found += [(_Edge(one, None), id(value)) for value in list(one) if id(value) in ids]
+            else:
+                inside = attributes_of(one)
+                found += [(_Edge(one, key), id(value)) for key, value in list(inside.items()) if id(value) in ids]
+                owned = [child for child in children if child is inside or (issubclass(kind, type) and _is_of_class(child, one))]
+                found += [(_Edge(one, None), id(child)) for child in owned]  # the dict of its attributes
+        return found
+
+    def _of_owner(self, slot: _Edge, names: _Names) -> _Edge:
+        """Of the dict of an object's, or a class's, attributes that object, or class."""
+        holder, keys, _, _ = names.of(slot.at)
+        return slot if keys or is_a(slot.at, *_LISTED) else _Edge(holder, slot.key)
+
+    def _leftover(self, slot: _Edge, names: _Names) -> Leftover | None:
+        at = slot.at
+        holder, keys, kinds, name = names.of(at)
+        if not is_a(at, *_GROWING):
+            if self._traced.get(id(_entry(at, slot.key)), True):  # an earlier call has put it there, and the last one did not
+                return None
+            if is_a(holder, nn.Module) and not keys:
+                name = type(holder).__name__
+            return Leftover(holder, (*keys, slot.key), kinds, NotMade(_within(name, at if keys else holder, slot.key)))
+        mark = NotMade(f"an entry of {name}")
+        if is_a(at, set):
+            return Leftover(holder, keys, kinds, mark, grows=True)
+        entries = list(at)
+        traced = [i for i, entry in enumerate(entries) if id(entry) in self._traced]
+        if any(self._traced[id(entries[i])] for i in traced):  # those of an earlier call are still there
+            return Leftover(holder, keys, kinds, mark, grows=True)
+        if len(entries) == self._lengths.get(id(at), -1):
+            return Leftover(holder, keys, kinds, mark, indices=tuple(traced))
+        at_the_end = traced == list(range(len(entries) - len(traced), len(entries)))
+        alone = any(id(entries[i]) in self._alone for i in traced)
+        if at_the_end and alone and len(traced) < len(entries):
+            return Leftover(holder, keys, kinds, mark, grows=True)
+        # Each call gives these entries a tensor, or fills the list anew; of one call alone that cannot be told from growing.
+        return Leftover(holder, keys, kinds, mark, indices=tuple(traced), grows=at_the_end and alone)
+
+
+class _Names:
+    """How containers are found again: by what was there before and refers to them.
+
+    referring  looks for what refers to some things
+    """
+
+    def __init__(self, referring: Any, containers: list[Any]) -> None:
+        self._above: dict[int, list[_Edge]] = defaultdict(list)
+        level = containers
+        for _ in range(_UP):
+            for i in range(0, len(level), _TOGETHER):
+                for edge, child in referring(level[i : i + _TOGETHER]):
+                    self._above[child].append(edge)
+            edges = [edge for one in level for edge in self._above[id(one)]]
+            level = list({id(e.at): e.at for e in edges if is_a(e.at, dict) and id(e.at) not in self._above}.values())
+            if not level:
+                break
+
+    def of(self, at: Any, up: int = _UP) -> tuple[Any, tuple[Hashable, ...], tuple[type, ...], str]:
+        """Holder, keys and kinds, as a Leftover has them, and what messages call it."""
+        edges = self._above.get(id(at), [])
         for edge in edges:
-            if edge.key is None and not isinstance(edge.at, _GROWING + _FIXED):  # a dict of attributes: names are what they are
-                if isinstance(edge.at, types.ModuleType):
-                    return None if _is_library(edge.at.__name__) else (at, (), (), "")
-                return self._container(edge.at, up + 1)
-        for edge in edges:
-            if edge.key is not None and not isinstance(edge.at, types.ModuleType):
-                found = self._container(edge.at, up + 1)
-                if isinstance(found, tuple):
-                    holder, keys, kinds, name = found
-                    name = _within(name, edge.at if keys else holder, edge.key)
-                    return holder, (*keys, edge.key), (*kinds, type(at)), name
-        return [edge for edge in edges if isinstance(edge.at, _GROWING + _FIXED)] or (at, (), (), _kind_of(at))
+            if edge.key is None and not is_a(edge.at, *_LISTED):  # a dict of attributes
+                if is_a(edge.at, types.ModuleType):
+                    return at, (), (), ""
+                return edge.at, (), (), _named(edge.at)
+        for edge in edges if up else ():
+            if edge.key is None or _is_theirs(edge.at) or is_a(edge.at, *_LISTED):
+                continue
+            if is_a(edge.at, dict):
+                holder, keys, kinds, name = self.of(edge.at, up - 1)
+                if not keys and holder is edge.at and name:  # a dict that has no name
+                    continue
+            else:
+                holder, keys, kinds, name = edge.at, (), (), _named(edge.at)
+            name = _within(name, edge.at if keys else holder, edge.key)
+            return holder, (*keys, edge.key), (*kinds, type(at)), name
+        if is_a(at, *_BOXES):
+            return at, (), (), f"a {type(at).__name__} that the step fills"
+        return at, (), (), _named(at)
 
 
-def _is_library(module: object) -> bool:
-    return str(module).partition(".")[0] in _LIBRARIES
+def _entry(at: Any, key: Hashable) -> Any:
+    return dict.get(at, key) if is_a(at, dict) else attributes_of(at).get(str(key))
+
+
+def _is_theirs(at: Any) -> bool:
+    """Whether it is an object that is no matter of the program's."""
+    if is_a(at, type):
+        return str(at.__module__).partition(".")[0] in _LIBRARIES
+    return not is_a(at, nn.Module, Tensor) and str(type(at).__module__).partition(".")[0] in _LIBRARIES
 
 
 def _is_of_class(attributes: Any, kind: type) -> bool:
@@ -150,18 +358,14 @@ def _is_of_class(attributes: Any, kind: type) -> bool:
     return type(attributes) is dict and len(attributes) == len(vars(kind)) and all(key in attributes for key in vars(kind))
 
 
-def _kind_of(container: Any) -> str:
-    return f"a {type(container).__name__} that the step fills"
-
-
 def _named(one: Any) -> str:
-    return "a variable" if isinstance(one, types.CellType) else one.__name__ if isinstance(one, type) else type(one).__name__
+    return "a variable" if is_a(one, types.CellType) else one.__name__ if is_a(one, type) else type(one).__name__
 
 
 def _within(name: str, at: Any, key: Hashable) -> str:
     """What messages call an entry or an attribute."""
     if not name:  # a global name
         return str(key)
-    if isinstance(at, types.CellType):
+    if is_a(at, types.CellType):
         return f"{name} of the step"
-    return f"{name}[{key!r}]" if isinstance(at, dict) else f"{name}.{key}"
+    return f"{name}[{key!r}]" if is_a(at, dict) else f"{name}.{key}"

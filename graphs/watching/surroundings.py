@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import enum
 import functools
@@ -19,6 +20,7 @@ from graphs.errors import InputError
 from graphs.torch_private.patching import ABSENT
 from graphs.torch_private.tensors import storage_key
 from graphs.watching.fingerprint import described, same_plain
+from graphs.watching.leftovers import Leftover, NotMade
 
 _Read = Callable[[], Any]
 _LIBRARIES = sys.stdlib_module_names | {"numpy", "torch", "transformers"}  # what they name changes no step
@@ -44,7 +46,6 @@ class Surroundings:
 
     def __init__(self, model: nn.Module, loss: Callable[..., Any] | None) -> None:
         self._places: list[tuple[str, _Read, Any]] = []
-        self._holders: list[int] = []  # ids of what these are in
         self._names_in = functools.cache(_Names)
         self._seen: set[object] = set()
         self._labels: set[tuple[int, str]] = set()
@@ -58,15 +59,18 @@ class Surroundings:
         if loss is not None and not isinstance(loss, nn.Module):
             self._look(loss, None)
 
-    def settle(self, constants: Iterable[Tensor], filled: Iterable[object]) -> None:
-        """After the trace: forget what it has changed, as each call of the forward may, what is in containers that each call adds
-        to (``filled``), and tensors the step does not read."""
-        apart = set(map(id, filled))
+    def settle(self, constants: Iterable[Tensor], leftovers: Iterable[Leftover]) -> None:
+        """After the trace: forget what it has changed, as each call of the forward may, what changes where a planned call says
+        what it has not made, and tensors the step does not read."""
         used = {storage_key(tensor) for tensor in constants}
+        with contextlib.ExitStack() as stack:
+            for leftover in leftovers:
+                stack.enter_context(leftover.shown())
+            changed = {i for i, (_, read, then) in enumerate(self._places) if not _is_alike(read(), then)}
         self._places = [
             (name, read, then)
-            for (name, read, then), holder in zip(self._places, self._holders, strict=True)
-            if holder not in apart
+            for i, (name, read, then) in enumerate(self._places)
+            if i not in changed
             and (_is_in(used, then) and read() is then if isinstance(then, Tensor) else _is_alike(read(), then))
         ]
 
@@ -212,7 +216,6 @@ class Surroundings:
         if (holder, name) not in self._labels:
             self._labels.add((holder, name))
             self._places.append((name, read, value))
-            self._holders.append(holder)
 
 
 def _is_in(used: set[int], tensor: Tensor) -> bool:
@@ -226,10 +229,12 @@ def _counts(value: object) -> bool:
 def _is_alike(now: object, then: object, within: tuple[tuple[object, object], ...] = ()) -> bool:
     """Whether it is the same, or an equal plain value, or a function defined again as it was: by a notebook's cell that is run
     once more. ``within``: functions that have got these, one of which may be among them again."""
-    if now is then or same_plain(now, then) or (now, then) in within:
+    if now is then or same_plain(now, then):
         return True
     if not (isinstance(now, types.FunctionType) and isinstance(then, types.FunctionType)):
         return False
+    if (now, then) in within:
+        return True
     if now.__code__ != then.__code__ or now.__globals__ is not then.__globals__:
         return False
     a, b = _taken(now), _taken(then)
@@ -282,6 +287,8 @@ def _attribute_of(read: _Read, key: str) -> Any:
 
 def _item(read: _Read, key: Any) -> Any:
     value = read()
+    if type(value) is NotMade:
+        return ABSENT
     try:
         return dict.get(value, key, ABSENT) if isinstance(value, dict) else value[key]  # no default is made
     except (TypeError, LookupError):  # something else is there now

@@ -198,6 +198,11 @@ class Watch:
         """Where a call, or its backward, leaves tensors in the model that the captured step does not make."""
         return list(self._leftovers.values())
 
+    def own(self) -> list[int]:
+        """Ids of what this holds of the program's."""
+        held = [*self._before.values(), *self._latest.values()]
+        return [*map(id, held), *(id(content) for *_, content in self._boxes), *(id(copy) for _, copy in self._contents)]
+
     def pass_over(self, leftover: Leftover) -> None:
         """What lies in something of the model's, to which a call adds, is no matter of the step."""
         for path, part in self._parts.items():

@@ -123,13 +123,16 @@ class Keeper:
             storages.fix(each)  # only now: where something did not fit, it may be tried again
 
     def open(self, content: Content, name: str) -> None:
-        """A content is about to be shared with others, who may change it unseen: as ``fix``, and what is made from it later
-        stays, too. They may also give it back as another tensor, over the same memory."""
+        """A content is about to be shared with others, who may change it unseen: as ``fix``. What is made later from one that the
+        block has made stays, too; they may also give it back as another tensor, over the same memory."""
         self.fix(content, name)
+        storages = self._storages
         storage = _made_outside(content)
-        if storage is not None and content.size_bytes and content.number not in self.opened:
+        if storage is None or content.number in storages.met or content.number in self.opened:
+            return
+        if content.size_bytes:
             assert content.at is not None
-            self._storages.given.add(content.at.known, storage.data_ptr(), content.size_bytes)
+            storages.given.add(content.at.known, storage.data_ptr(), content.size_bytes)
         self.opened.add(content.number)
 
     def _free_inputs(self) -> bool:

@@ -90,9 +90,13 @@ class Outside:
             (s,) = engine.outputs(op)
             content = self._storages.add(s, size, None, storage)
             engine.keep_until_dropped(s)
+        self._storages.met.add(s)
         if size:
             assert content.at is not None
-            self._storages.given.add(content.at.known, storage.data_ptr(), size)
+            given, opened = self._storages.given, self._keeper.opened
+            given.add(content.at.known, storage.data_ptr(), size)
+            if opened and not opened.isdisjoint([each.number for each in given.around(storage.data_ptr())]):
+                opened.add(s)  # an array of what was opened comes back
         if tensor.is_leaf and tensor.requires_grad:
             handle = tensor.register_post_accumulate_grad_hook(self._keep_gradient)  # type: ignore[no-untyped-call]
             self._interposed.callback(handle.remove)

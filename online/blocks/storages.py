@@ -28,6 +28,7 @@ class Storages:
 
     by_key  contents by the key of the storage of the program that holds them
     given   of those made outside, by the memory they are in
+    met     numbers of those
     died    notices of storages the program has dropped; their contents are then in ``dead``
     dead    numbers of contents of such storages
     unread  contents nobody needs any more
@@ -37,6 +38,7 @@ class Storages:
         self._engine = engine
         self.by_key: dict[int, Content] = {}
         self.given = Regions()
+        self.met: set[int] = set()
         self.died: list[Notice] = []
         self.dead: list[int] = []
         self.unread: list[Known] = []
