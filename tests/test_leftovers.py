@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import operator
 from collections import defaultdict, deque
 from collections.abc import Callable
@@ -312,3 +313,24 @@ def test_a_proxy_that_answers_nothing_is_passed_over() -> None:
     assert not kept
     module(x)
     assert len(kept) == 1
+
+
+def test_a_program_that_has_frozen_its_objects_keeps_them_frozen() -> None:
+    notes: dict[str, Tensor] = {}
+    model, x = nn.Linear(8, 4), torch.randn(16, 8)
+
+    def loss(out: Tensor) -> Tensor:
+        notes["a"] = out.detach().mean()
+        return out.sum()
+
+    gc.freeze()
+    try:
+        module = planned(model, x, loss=loss)
+        assert gc.get_freeze_count() > 10_000
+    finally:
+        gc.unfreeze()
+    module(x)
+    with pytest.raises(InputError, match="a planned step gives its loss alone"):
+        _ = notes["a"] + 1
+    planned(model, x, loss=loss)
+    assert gc.get_freeze_count() < 10_000

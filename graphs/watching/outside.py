@@ -23,6 +23,7 @@ from graphs.watching.leftovers import Leftover, NotMade, attributes_of, fill, is
 _UP = 5  # containers inside of each other
 _WALKS = 60  # through all objects there are, some 50 ms each
 _TOGETHER = 32  # things that are looked for in one of them
+_FROZEN = 5_000  # objects; Python 3.12 itself freezes some hundreds when it starts
 _GROWING = list, set, deque
 _FIXED = tuple, frozenset
 _LISTED = _GROWING + _FIXED
@@ -47,7 +48,7 @@ class Since:
         self.born: set[int] = set()
         self.born_before: set[int] = set()
         self._calls = 0
-        self._freezes = gc.get_freeze_count() == 0  # else the program has frozen what it has, and nothing can be told apart
+        self._freezes = gc.get_freeze_count() < _FROZEN  # else the program has frozen what it has, and nothing can be told apart
 
     def __enter__(self) -> Since:
         if self._freezes:
