@@ -53,6 +53,7 @@ class Leaving(nn.Module):
         self.history: deque[Tensor] = deque([torch.zeros(())] * 3, maxlen=3)
         self.lists: defaultdict[str, list[Tensor]] = defaultdict(list)
         self.outputs, self.space = Outputs(), SimpleNamespace(inner=SimpleNamespace())
+        self.meters: defaultdict[str, Outputs] = defaultdict(Outputs)
         self.box: list[Any] = [None, 2]
         self.records = [{"a": 1.0}, {"a": 2.0}]
         self.callbacks, self.slotted, self.numbers = [Outputs(), Outputs()], Slotted(), {"a": 0.0, "b": 1.0}
@@ -123,6 +124,14 @@ PLACES = {
     "object in a list": Place(
         lambda m, v: [setattr(each, "hidden", v) for each in m.callbacks], lambda m: m.callbacks[0].hidden + 0
     ),
+    "object that is made when first asked for": Place(
+        lambda m, v: setattr(m.meters["a"], "hidden", v), lambda m: m.meters["a"].hidden + 0
+    ),
+    "object that a loop replaces": Place(
+        lambda m, v: setattr(m.outputs, "hidden", v), lambda m: m.outputs.hidden + 0, lambda m: setattr(m, "outputs", Outputs())
+    ),
+    "newest first": Place(lambda m, v: m.history.appendleft(v), lambda m: m.history[0] + 0),
+    "front of a list": Place(lambda m, v: LOSSES.insert(0, v), lambda m: LOSSES[0] + 0),
     "slot": Place(lambda m, v: setattr(m.slotted, "last", v), lambda m: m.slotted.last + 0),
     "where a number was": Place(lambda m, v: m.numbers.update(a=v), lambda m: m.numbers["a"] + 0),
 }  # fmt: skip
@@ -278,6 +287,36 @@ def test_a_trainers_own_things_stay_its_own() -> None:
     trainer.best = 2.0
     with pytest.raises(InputError, match=r"best is 2\.0, but was 3\.0"):
         module(x)
+
+
+def test_planning_again_with_what_a_planned_call_has_marked() -> None:
+    model, x = nn.Linear(8, 4), torch.randn(16, 8)
+
+    def loss(out: Tensor) -> Tensor:
+        LOSSES.append(out.detach().mean())
+        return out.square().mean()
+
+    for _ in range(3):
+        module = planned(model, x, loss=loss)
+        module(x)
+        loss(model(x))
+        module(x)
+        LOSSES.clear()
+        module(x)
+        assert len(LOSSES) == 1
+
+
+def test_an_interrupted_capture_leaves_nothing() -> None:
+    model, x = nn.Linear(8, 4), torch.randn(16, 8)
+    NOTES["a"] = 3.0
+
+    def loss(out: Tensor) -> Tensor:
+        NOTES.update(a=out.mean(), b=out.sum())
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        planned(model, x, loss=loss)
+    assert NOTES == {"a": 3.0} and gc.get_freeze_count() < 10_000
 
 
 def test_one_object_for_each_part_is_found() -> None:

@@ -60,7 +60,7 @@ def refusal(name: str, error: Exception) -> CaptureError:
     return CaptureError(f"{name} cannot be traced: {told(error)}{remedy}")
 
 
-def reads_an_earlier_call(error: Exception) -> bool:
+def reads_an_earlier_call(error: BaseException) -> bool:
     """Whether a call reads a tensor that an earlier one has made. From torch 2.13 on it can, and the calls are seen to differ."""
     return "in tensor_tracker" in str(error)
 

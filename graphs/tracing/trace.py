@@ -123,12 +123,13 @@ class _Attempts:
                 joint = trace_joint(self._forward, fakes[:count], fakes[count:], look_at_generators, calls_foreign)
                 self._held = {}
                 since.end()
-            except Exception as error:
+            except BaseException as error:
                 since.thaw()  # what remembers was there before
-                kept = watch.explain() if reads_an_earlier_call(error) else None  # before its containers are put back
+                failed = isinstance(error, Exception)  # and not interrupted
+                kept = watch.explain() if failed and reads_an_earlier_call(error) else None  # before its containers are put back
                 self._caches.forget_traced()
                 kept = kept or watch.explain()
-                if kept is None or isinstance(error, CaptureError):
+                if kept is None or not failed or isinstance(error, CaptureError):
                     raise
                 raise CaptureError(kept) from error
         watch.settle()

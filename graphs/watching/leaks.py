@@ -92,7 +92,7 @@ def _boxes(body: nn.Module) -> Iterator[Any]:
     owned = [value for space in unique.values() for value in list(space.values())]
     todo: list[tuple[Any, int]] = [(value, 1) for value in owned if type(value) in _BOXES]
     todo += [(value, 1) for cell in cells.values() for value in attributes_of(cell).values()]
-    todo += [(value, 1) for each in (loss, *hooks) for value in _held_by(each)]
+    todo += [(value, 0) for each in (loss, *hooks) for value in _held_by(each)]
     todo += [(value, 1) for part in body.modules() for key, value in vars(part).items() if not key.startswith("_")]
     seen: set[int] = set(unique)
     while todo:

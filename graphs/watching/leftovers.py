@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import types
-from collections import OrderedDict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +28,11 @@ class NotMade:
 
     def __init__(self, what: str) -> None:
         self._what = what
+
+    @property
+    def what(self) -> str:
+        """What messages call it."""
+        return self._what
 
     def __repr__(self) -> str:
         return f"<{self._what}, which a planned step does not make>"
@@ -76,7 +81,7 @@ class Leftover:
     kinds    of what lies at each key on the way, the list, set or deque included
     mark     what is put there
     indices  in a list or deque: entries that each step gives a tensor
-    grows    whether each step adds to it
+    grows    whether each step adds to it: 1 at its end, -1 at its front, 0 not at all
     """
 
     holder: Any
@@ -84,7 +89,7 @@ class Leftover:
     kinds: tuple[type, ...]
     mark: NotMade
     indices: tuple[int, ...] = ()
-    grows: bool = False
+    grows: int = 0
 
     @property
     def place(self) -> Hashable:
@@ -100,7 +105,8 @@ class Leftover:
         at = self.holder
         for key, kind in zip(self.keys, self.kinds, strict=False):
             inside = value_at(at, key)
-            if inside is ABSENT and made and kind in _MADE_EMPTY:  # the program empties what it is in before each step
+            makes = kind in _MADE_EMPTY or (is_a(at, defaultdict) and at.default_factory is kind)
+            if inside is ABSENT and made and makes:  # the program empties what it is in before each step
                 put(at, key, inside := kind())
             if type(inside) is not kind:
                 return None
@@ -119,31 +125,39 @@ class Leftover:
             return
         for i in self.indices:
             put(container, i, self.mark)
-        last = container if is_a(container, set) else [*container][-1:]
-        if self.grows and not any(type(entry) is NotMade for entry in last):  # one is enough
-            add(container, self.mark)
+        entries = _listed(container)
+        newest = entries if is_a(container, set) else entries[:1] if self.grows < 0 else entries[-1:]
+        if self.grows and not any(type(entry) is NotMade for entry in newest):  # one is enough
+            add(container, self.mark, front=self.grows < 0)
 
     @contextlib.contextmanager
-    def shown(self) -> Iterator[None]:
-        """With the mark there for a while."""
+    def shown(self, there: bool) -> Iterator[None]:
+        """With the mark there for a while, or without."""
         container = self.container()
         if container is None:
             yield
             return
         before = _listed(container) if self._is_listed else value_at(container, self.keys[-1])
-        self._mark(container)
+        if there:
+            self._mark(container)
+        elif self._is_listed:
+            fill(container, [entry for entry in _listed(container) if type(entry) is not NotMade])
+        elif before is not ABSENT:
+            put(container, self.keys[-1], NotMade(""))
         try:
             yield
         finally:
             if self._is_listed:
                 fill(container, before)
             elif before is ABSENT:
-                take(container, self.keys[-1])
+                if value_at(container, self.keys[-1]) is not ABSENT:
+                    take(container, self.keys[-1])
             else:
                 put(container, self.keys[-1], before)
 
 
 _MADE_EMPTY = dict, list, set, deque
+_FIXED = tuple, frozenset
 
 
 def is_a(one: object, *kinds: type) -> bool:
@@ -154,12 +168,14 @@ def is_a(one: object, *kinds: type) -> bool:
 # What a container's own class does beside is no matter here: it may check what it is given.
 
 
-def add(container: Any, entry: object) -> None:
+def add(container: Any, entry: object, *, front: bool = False) -> None:
     """Add to a list, set or deque."""
     if is_a(container, set):
         set.add(container, entry)
+    elif is_a(container, list):
+        list.insert(container, 0 if front else len(container), entry)
     else:
-        (list if is_a(container, list) else deque).append(container, entry)
+        (deque.appendleft if front else deque.append)(container, entry)
 
 
 def _listed(container: Any) -> list[Any]:
@@ -243,21 +259,41 @@ def take(holder: Any, key: Any) -> None:
         object.__delattr__(holder, key)
 
 
-def leftovers_in(holder: Any, key: str, box: Any, before: Sequence[Any], name: str) -> list[Leftover]:
+def leftovers_in(holder: Any, key: str, box: Any, before: Sequence[Any], name: str, *, once: bool) -> list[Leftover]:
     """Of a container of the model's, its attribute ``key``, that held ``before`` (``content_of``) before a call, and now more or
-    others."""
+    others. ``once``: there is one such call, so that what is in it may be there to be filled by each."""
     known = set(map(id, before))
     kinds = (type(box),)
     if is_a(box, dict):
         new = [entry for entry, value in box.items() if id(value) not in known and holds(value, is_tensor)]
-        return [Leftover(holder, (key, entry), kinds, NotMade(f"{name}[{entry!r}]")) for entry in new]
+        found = [Leftover(holder, (key, entry), kinds, NotMade(f"{name}[{entry!r}]")) for entry in new]
+        if once:
+            values = [box[entry] for entry in new]
+            pairs = zip(found, values, strict=True)
+            return [each for one, v in pairs for each in ([one] if is_a(v, Tensor, *_FIXED, list) else deeper(one, v))]
+        return found
     entries = list(box)
     at = [i for i, entry in enumerate(entries) if id(entry) not in known and holds(entry, is_tensor)]
     if not at:
         return []
     stays = is_a(box, set) or (len(before) <= len(entries) and all(map(operator.is_, before, entries)))
     indices = () if stays else tuple(at)
-    return [Leftover(holder, (key,), kinds, NotMade(f"an entry of {name}"), indices, grows=stays)]
+    return [Leftover(holder, (key,), kinds, NotMade(f"an entry of {name}"), indices, grows=int(stays))]
+
+
+def deeper(leftover: Leftover, value: Any) -> list[Leftover]:
+    """Where the tensors lie in something that is at the place of a leftover and stays there from call to call."""
+    keys, kinds, name = leftover.keys, (*leftover.kinds, type(value)), leftover.mark.what
+    if is_a(value, list, set, deque):
+        return [Leftover(leftover.holder, keys, kinds, NotMade(f"an entry of {name}"), grows=1)]
+    found = []
+    for key, inside in list((value if is_a(value, dict) else attributes_of(value)).items()):
+        if not holds(inside, is_tensor):
+            continue
+        mark = NotMade(f"{name}[{key!r}]" if is_a(value, dict) else f"{name}.{key}")
+        one = Leftover(leftover.holder, (*keys, key), kinds, mark)
+        found += [one] if is_a(inside, Tensor, tuple) else deeper(one, inside)
+    return found
 
 
 def is_tensor(value: object) -> bool:

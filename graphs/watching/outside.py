@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from graphs.watching.leftovers import Leftover, NotMade, attributes_of, fill, is_a, put, take
+from graphs.watching.leftovers import Leftover, NotMade, attributes_of, fill, is_a, put
 
 _UP = 5  # containers inside of each other
 _WALKS = 60  # through all objects there are, some 50 ms each
@@ -28,6 +28,8 @@ _GROWING = list, set, deque
 _FIXED = tuple, frozenset
 _LISTED = _GROWING + _FIXED
 _BOXES = (dict, *_GROWING)
+_NAMED = nn.Module, Tensor, type, types.CellType, types.ModuleType, types.FunctionType  # not looked for any further up
+_MOST_NAMES = 200
 _LIBRARIES = {"torch", "functools", "weakref", "graphs", "planner", "online"}  # what lies in objects of these is theirs
 _SKIPPED = types.FrameType, types.GeneratorType, types.BuiltinFunctionType
 
@@ -120,11 +122,7 @@ class Left:
                 stay = [entry for entry in at if id(entry) not in self.traced]
                 if len(stay) < len(at):
                     fill(at, stay)
-            elif id(_entry(at, key)) not in self.traced:
-                continue
-            elif is_a(at, dict):
-                take(at, key)
-            else:  # a name, which is there even where what it stood for is not known
+            elif id(_entry(at, key)) in self.traced:  # what was there is not known
                 put(at, key, NotMade(_within(_named(at), at, key)))
 
 
@@ -175,7 +173,7 @@ class _Search:
         found: dict[Hashable, Leftover] = {}
         containers = {id(slot.at): slot.at for slot in self._slots}
         self._own.add(id(containers))
-        names = _Names(self._referring, [one for one in containers.values() if is_a(one, *_BOXES)])
+        names = _Names(self._referring, [one for one in containers.values() if not is_a(one, *_NAMED)])
         slots = [self._of_owner(slot, names) for slot in self._slots]
         for slot in slots:
             leftover = self._leftover(slot, names)
@@ -272,12 +270,14 @@ class _Search:
 
     def _of_owner(self, slot: _Edge, names: _Names) -> _Edge:
         """Of the dict of an object's, or a class's, attributes that object, or class."""
-        holder, keys, _, _ = names.of(slot.at)
-        return slot if keys or is_a(slot.at, *_LISTED) else _Edge(holder, slot.key)
+        owner = names.owner(slot.at)
+        return slot if owner is None else _Edge(owner, slot.key)
 
     def _leftover(self, slot: _Edge, names: _Names) -> Leftover | None:
         at = slot.at
         holder, keys, kinds, name = names.of(at)
+        if holder is at and not is_a(at, *_NAMED, dict) and id(at) in self._born | self._born_before:
+            return None  # made by the trace, and found nowhere
         if not is_a(at, *_GROWING):
             if self._traced.get(id(_entry(at, slot.key)), True):  # an earlier call has put it there, and the last one did not
                 return None
@@ -289,55 +289,63 @@ class _Search:
             return Leftover(holder, keys, kinds, mark, grows=True)
         entries = list(at)
         traced = [i for i, entry in enumerate(entries) if id(entry) in self._traced]
-        if any(self._traced[id(entries[i])] for i in traced):  # those of an earlier call are still there
-            return Leftover(holder, keys, kinds, mark, grows=True)
-        if len(entries) == self._lengths.get(id(at), -1):
+        if len(entries) == self._lengths.get(id(at), -1) and not (is_a(at, deque) and at.maxlen == len(entries)):
             return Leftover(holder, keys, kinds, mark, indices=tuple(traced))
-        at_the_end = traced == list(range(len(entries) - len(traced), len(entries)))
+        latest = [i for i in traced if not self._traced[id(entries[i])]]
+        grows = 1 if not latest or latest[-1] == len(entries) - 1 else -1 if latest[0] == 0 else 0
+        if len(latest) < len(traced):  # those of an earlier call are still there
+            return Leftover(holder, keys, kinds, mark, grows=grows or 1)
         alone = any(id(entries[i]) in self._alone for i in traced)
-        if at_the_end and alone and len(traced) < len(entries):
-            return Leftover(holder, keys, kinds, mark, grows=True)
+        if grows and alone and len(traced) < len(entries):
+            return Leftover(holder, keys, kinds, mark, grows=grows)
         # Each call gives these entries a tensor, or fills the list anew; of one call alone that cannot be told from growing.
-        return Leftover(holder, keys, kinds, mark, indices=tuple(traced), grows=at_the_end and alone)
+        return Leftover(holder, keys, kinds, mark, indices=tuple(traced), grows=grows if alone else 0)
 
 
 class _Names:
-    """How containers are found again: by what was there before and refers to them.
+    """How containers and objects are found again: by what was there before and refers to them.
 
     referring  looks for what refers to some things
     """
 
-    def __init__(self, referring: Any, containers: list[Any]) -> None:
+    def __init__(self, referring: Any, things: list[Any]) -> None:
         self._above: dict[int, list[_Edge]] = defaultdict(list)
-        level = containers
+        level = things
         for _ in range(_UP):
             for i in range(0, len(level), _TOGETHER):
                 for edge, child in referring(level[i : i + _TOGETHER]):
                     self._above[child].append(edge)
-            edges = [edge for one in level for edge in self._above[id(one)]]
-            level = list({id(e.at): e.at for e in edges if is_a(e.at, dict) and id(e.at) not in self._above}.values())
+            edges = [edge for one in level for edge in self._above[id(one)] if not _is_theirs(edge.at)]
+            higher = {id(e.at): e.at for e in edges if id(e.at) not in self._above and not is_a(e.at, *_NAMED, *_LISTED)}
+            level = list(higher.values())[:_MOST_NAMES]
             if not level:
                 break
+
+    def owner(self, at: Any, *, modules: bool = False) -> Any:
+        """The object or class whose attributes a dict has; None: it is none, or that of a Python module."""
+        for edge in self._above.get(id(at), []) if is_a(at, dict) else ():
+            if edge.key is None and not is_a(edge.at, *_LISTED) and (modules or not is_a(edge.at, types.ModuleType)):
+                return edge.at
+        return None
 
     def of(self, at: Any, up: int = _UP) -> tuple[Any, tuple[Hashable, ...], tuple[type, ...], str]:
         """Holder, keys and kinds, as a Leftover has them, and what messages call it."""
         edges = self._above.get(id(at), [])
-        for edge in edges:
-            if edge.key is None and not is_a(edge.at, *_LISTED):  # a dict of attributes
-                if is_a(edge.at, types.ModuleType):
-                    return at, (), (), ""
-                return edge.at, (), (), _named(edge.at)
-        for edge in edges if up else ():
-            if edge.key is None or _is_theirs(edge.at) or is_a(edge.at, *_LISTED):
+        owner = self.owner(at, modules=True)
+        if is_a(owner, types.ModuleType):
+            return at, (), (), ""
+        if owner is not None:  # a dict of attributes
+            return self.of(owner, up - 1) if up else (owner, (), (), _named(owner))
+        is_listed = any(is_a(edge.at, *_LISTED) for edge in edges)
+        for edge in edges if up and not is_a(at, *_NAMED) else ():
+            if edge.key is None or _is_theirs(edge.at):
                 continue
-            if is_a(edge.at, dict):
-                holder, keys, kinds, name = self.of(edge.at, up - 1)
-                if not keys and holder is edge.at and name:  # a dict that has no name
-                    continue
-            else:
-                holder, keys, kinds, name = edge.at, (), (), _named(edge.at)
-            name = _within(name, edge.at if keys else holder, edge.key)
-            return holder, (*keys, edge.key), (*kinds, type(at)), name
+            holder, keys, kinds, name = self.of(edge.at, up - 1)
+            has_name = bool(keys) or not is_a(holder, dict) or not name
+            # An entry of a list may have another name for a while, that of a loop.
+            if not has_name or (is_listed and not is_a(at, *_BOXES) and not keys and (is_a(holder, types.CellType) or not name)):
+                continue
+            return holder, (*keys, edge.key), (*kinds, type(at)), _within(name, edge.at if keys else holder, edge.key)
         if is_a(at, *_BOXES):
             return at, (), (), f"a {type(at).__name__} that the step fills"
         return at, (), (), _named(at)

@@ -63,10 +63,12 @@ class Surroundings:
         """After the trace: forget what it has changed, as each call of the forward may, what changes where a planned call says
         what it has not made, and tensors the step does not read."""
         used = {storage_key(tensor) for tensor in constants}
-        with contextlib.ExitStack() as stack:
-            for leftover in leftovers:
-                stack.enter_context(leftover.shown())
-            changed = {i for i, (_, read, then) in enumerate(self._places) if not _is_alike(read(), then)}
+        leftovers, changed = list(leftovers), set[int]()
+        for there in (True, False):
+            with contextlib.ExitStack() as stack:
+                for leftover in leftovers:
+                    stack.enter_context(leftover.shown(there))
+                changed |= {i for i, (_, read, then) in enumerate(self._places) if not _is_alike(read(), then)}
         self._places = [
             (name, read, then)
             for i, (name, read, then) in enumerate(self._places)

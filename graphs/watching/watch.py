@@ -15,14 +15,14 @@ from collections.abc import Hashable, Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from graphs.errors import CaptureError
 from graphs.torch_private.patching import ABSENT, patched
 from graphs.watching.calls import OF_THE_MODEL, Calls
 from graphs.watching.fingerprint import OWN, content_of, described, label, same_content, same_plain
 from graphs.watching.generators import numbers_now
-from graphs.watching.leftovers import Leftover, NotMade, holds, is_tensor, leftovers_in
+from graphs.watching.leftovers import Leftover, NotMade, deeper, holds, is_tensor, leftovers_in
 from graphs.watching.unseen import unseen_refused
 
 _GENERATORS = "Python's generator (random)", "numpy's global generator (numpy.random)"
@@ -85,7 +85,7 @@ class Watch:
             yield
         self._compare_numbers(numbers, "backward")
         self._compare_attributes("backward")
-        self._find_leftovers()
+        self._find_leftovers(once=True)
 
     def settle(self) -> None:
         """After ``undo``, put back what the first call alone has set up. Raises CaptureError where there was no other call."""
@@ -177,7 +177,7 @@ class Watch:
                 (box, dict(box)) for _, key, box, _ in self._boxes if key.startswith("_forward_") and isinstance(box, dict)
             ]
 
-    def _find_leftovers(self) -> None:
+    def _find_leftovers(self, *, once: bool = False) -> None:
         found = []
         for path, key in self.changed:
             attributes = self._parts[path].__dict__
@@ -186,12 +186,23 @@ class Watch:
         for i, (path, key, box, held) in enumerate(self._boxes):
             if key in OWN or _is_derived(self._parts[path], key):
                 continue
-            inside = leftovers_in(self._parts[path].__dict__, key, box, self._latest.get(i, held), label(path, key))
+            latest = self._latest.get(i, held)
+            if isinstance(box, dict) and i in self._latest:
+                self._look_deeper(box, set(map(id, latest)), key)
+            inside = leftovers_in(self._parts[path].__dict__, key, box, latest, label(path, key), once=once)
             if inside:
                 found += inside
                 self.changed.add((path, key))  # its entries are no matter of the step
             self._latest[i] = content_of(box)
         self._leftovers.update({leftover.place: leftover for leftover in found})
+
+    def _look_deeper(self, box: dict[Any, Any], known: set[int], key: str) -> None:
+        """What an earlier call has put in a dict may be there to be filled by each."""
+        for place, leftover in list(self._leftovers.items()):
+            value = box.get(leftover.keys[-1]) if leftover.keys[:-1] == (key,) and len(leftover.keys) == 2 else None
+            if value is not None and not isinstance(value, Tensor | tuple) and id(value) in known and leftover.container() is box:
+                del self._leftovers[place]
+                self._leftovers.update({one.place: one for one in deeper(leftover, value)})
 
     @property
     def leftovers(self) -> list[Leftover]:
