@@ -24,6 +24,7 @@ from graphs.watching.leftovers import attributes_of, fill, is_a, put, take
 
 _BOXES = dict, list, deque, OrderedDict, defaultdict
 _DEPTH = 3  # of containers and objects inside of each other
+_MANY = 1_000  # entries of one container that are looked into
 _LEVELS = 3  # a function, its dict, an entry, what it returned
 _LIBRARIES = frozenset({"builtins", "collections", "enum", "functools", "numpy", "torch", "types", "typing", "weakref"})
 _Remembering = type(functools.lru_cache(lambda: None))
@@ -103,7 +104,10 @@ def _boxes(body: nn.Module) -> Iterator[Any]:
         inside: Iterable[Any] = ()
         if type(value) in _BOXES:
             yield value
-            inside = value.values() if isinstance(value, dict) else value
+            if isinstance(value, dict):
+                inside = value.values() if len(value) <= _MANY else ()
+            else:
+                inside = list(value)[-_MANY:]  # before them there is data
         elif type(value) is types.SimpleNamespace or not (is_a(value, nn.Module, type) or _is_library(type(value).__module__)):
             yield value
             inside = attributes_of(value).values()

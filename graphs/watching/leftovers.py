@@ -6,7 +6,7 @@ import contextlib
 import operator
 import types
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,10 +125,13 @@ class Leftover:
             return
         for i in self.indices:
             put(container, i, self.mark)
-        entries = _listed(container)
-        newest = entries if is_a(container, set) else entries[:1] if self.grows < 0 else entries[-1:]
-        if self.grows and not any(type(entry) is NotMade for entry in newest):  # one is enough
+        if self.grows and not any(type(entry) is NotMade for entry in self._newest(container)):  # one is enough
             add(container, self.mark, front=self.grows < 0)
+
+    def _newest(self, container: Any) -> Iterable[Any]:
+        if is_a(container, set):
+            return _listed(container)
+        return [container[0 if self.grows < 0 else -1]] if len(container) else []
 
     @contextlib.contextmanager
     def shown(self, there: bool) -> Iterator[None]:
