@@ -6,7 +6,7 @@ import contextlib
 import operator
 import types
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -159,8 +159,9 @@ class Leftover:
                 put(container, self.keys[-1], before)
 
 
-_MADE_EMPTY = dict, list, set, deque
-_FIXED = tuple, frozenset
+GROWING = list, set, deque
+FIXED = tuple, frozenset
+_MADE_EMPTY = (dict, *GROWING)
 
 
 def is_a(one: object, *kinds: type) -> bool:
@@ -187,7 +188,7 @@ def _listed(container: Any) -> list[Any]:
 
 def fill(container: Any, entries: Sequence[Any]) -> None:
     """Have a list, set or deque hold just these."""
-    kind: Any = next(each for each in (set, list, deque) if is_a(container, each))
+    kind: Any = next(each for each in GROWING if is_a(container, each))
     kind.clear(container)
     (set.update if kind is set else kind.extend)(container, entries)
 
@@ -268,15 +269,15 @@ def leftovers_in(holder: Any, key: str, box: Any, before: Sequence[Any], name: s
     known = set(map(id, before))
     kinds = (type(box),)
     if is_a(box, dict):
-        new = [entry for entry, value in box.items() if id(value) not in known and holds(value, is_tensor)]
+        new = [entry for entry, value in box.items() if id(value) not in known and holds_tensor(value)]
         found = [Leftover(holder, (key, entry), kinds, NotMade(f"{name}[{entry!r}]")) for entry in new]
         if once:
             values = [box[entry] for entry in new]
             pairs = zip(found, values, strict=True)
-            return [each for one, v in pairs for each in ([one] if is_a(v, Tensor, *_FIXED, list) else deeper(one, v))]
+            return [each for one, v in pairs for each in ([one] if is_a(v, Tensor, *FIXED, list) else deeper(one, v))]
         return found
     entries = list(box)
-    at = [i for i, entry in enumerate(entries) if id(entry) not in known and holds(entry, is_tensor)]
+    at = [i for i, entry in enumerate(entries) if id(entry) not in known and holds_tensor(entry)]
     if not at:
         return []
     stays = is_a(box, set) or (len(before) <= len(entries) and all(map(operator.is_, before, entries)))
@@ -287,11 +288,11 @@ def leftovers_in(holder: Any, key: str, box: Any, before: Sequence[Any], name: s
 def deeper(leftover: Leftover, value: Any) -> list[Leftover]:
     """Where the tensors lie in something that is at the place of a leftover and stays there from call to call."""
     keys, kinds, name = leftover.keys, (*leftover.kinds, type(value)), leftover.mark.what
-    if is_a(value, list, set, deque):
+    if is_a(value, *GROWING):
         return [Leftover(leftover.holder, keys, kinds, NotMade(f"an entry of {name}"), grows=1)]
     found = []
     for key, inside in list((value if is_a(value, dict) else attributes_of(value)).items()):
-        if not holds(inside, is_tensor):
+        if not holds_tensor(inside):
             continue
         mark = NotMade(f"{name}[{key!r}]" if is_a(value, dict) else f"{name}.{key}")
         one = Leftover(leftover.holder, (*keys, key), kinds, mark)
@@ -299,17 +300,12 @@ def deeper(leftover: Leftover, value: Any) -> list[Leftover]:
     return found
 
 
-def is_tensor(value: object) -> bool:
-    """Whether it is one."""
-    return isinstance(value, Tensor)
+_WITHOUT = str, bytes, int, float, nn.Module, type, types.FunctionType, types.ModuleType
 
 
-_WITHOUT = str, bytes, int, float, Tensor, nn.Module, type, types.FunctionType, types.ModuleType
-
-
-def holds(value: object, test: Callable[[object], bool], depth: int = _DEPTH) -> bool:
-    """Whether something is, or has in it however it is nested, what passes a test."""
-    if test(value):
+def holds_tensor(value: object, depth: int = _DEPTH) -> bool:
+    """Whether something is a tensor, or has one in it however it is nested."""
+    if isinstance(value, Tensor):
         return True
     if depth == 0 or isinstance(value, _WITHOUT):
         return False
@@ -320,4 +316,4 @@ def holds(value: object, test: Callable[[object], bool], depth: int = _DEPTH) ->
         inside = value
     elif value is not None:
         inside = attributes_of(value).values()
-    return any(holds(each, test, depth - 1) for each in list(inside))
+    return any(holds_tensor(each, depth - 1) for each in list(inside))

@@ -18,16 +18,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from graphs.watching.leftovers import Leftover, NotMade, attributes_of, fill, is_a, put
+from graphs.watching.leftovers import FIXED, GROWING, Leftover, NotMade, attributes_of, fill, is_a, put
 
 _UP = 5  # containers inside of each other
 _WALKS = 60  # through all objects there are, some 50 ms each
 _TOGETHER = 32  # things that are looked for in one of them
 _FROZEN = 5_000  # objects; Python 3.12 itself freezes some hundreds when it starts
-_GROWING = list, set, deque
-_FIXED = tuple, frozenset
-_LISTED = _GROWING + _FIXED
-_BOXES = (dict, *_GROWING)
+_LISTED = GROWING + FIXED
+_BOXES = (dict, *GROWING)
 _NAMED = nn.Module, Tensor, type, types.CellType, types.ModuleType, types.FunctionType  # not looked for any further up
 _MOST_NAMES = 200
 _LIBRARIES = {"torch", "functools", "weakref", "graphs", "planner", "online"}  # what lies in objects of these is theirs
@@ -118,7 +116,7 @@ class Left:
         """Leave nothing of it in what was there before."""
         for slot in self.slots:
             at, key = slot.at, slot.key
-            if is_a(at, *_GROWING):
+            if is_a(at, *GROWING):
                 stay = [entry for entry in at if id(entry) not in self.traced]
                 if len(stay) < len(at):
                     fill(at, stay)
@@ -241,7 +239,7 @@ class _Search:
     def _is_new(self, at: Any, child: int) -> bool:
         """Whether what has come to refer to something traced was made for it. Python's collector does not see a dict before there
         is something to collect in it, so that of an earlier call, or of the one backward, it may have been there."""
-        if is_a(at, *_FIXED):
+        if is_a(at, *FIXED):
             return True
         if is_a(at, dict) and (self._traced[child] or child in self._alone):
             return False
@@ -278,7 +276,7 @@ class _Search:
         holder, keys, kinds, name = names.of(at)
         if holder is at and not is_a(at, *_NAMED, dict) and id(at) in self._born | self._born_before:
             return None  # made by the trace, and found nowhere
-        if not is_a(at, *_GROWING):
+        if not is_a(at, *GROWING):
             if self._traced.get(id(_entry(at, slot.key)), True):  # an earlier call has put it there, and the last one did not
                 return None
             if is_a(holder, nn.Module) and not keys:
@@ -286,7 +284,7 @@ class _Search:
             return Leftover(holder, (*keys, slot.key), kinds, NotMade(_within(name, at if keys else holder, slot.key)))
         mark = NotMade(f"an entry of {name}")
         if is_a(at, set):
-            return Leftover(holder, keys, kinds, mark, grows=True)
+            return Leftover(holder, keys, kinds, mark, grows=1)
         entries = list(at)
         traced = [i for i, entry in enumerate(entries) if id(entry) in self._traced]
         if len(entries) == self._lengths.get(id(at), -1) and not (is_a(at, deque) and at.maxlen == len(entries)):

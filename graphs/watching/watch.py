@@ -22,7 +22,7 @@ from graphs.torch_private.patching import ABSENT, patched
 from graphs.watching.calls import OF_THE_MODEL, Calls
 from graphs.watching.fingerprint import OWN, content_of, described, label, same_content, same_plain
 from graphs.watching.generators import numbers_now
-from graphs.watching.leftovers import Leftover, NotMade, deeper, holds, is_tensor, leftovers_in
+from graphs.watching.leftovers import Leftover, NotMade, deeper, holds_tensor, leftovers_in
 from graphs.watching.unseen import unseen_refused
 
 _GENERATORS = "Python's generator (random)", "numpy's global generator (numpy.random)"
@@ -181,7 +181,7 @@ class Watch:
         found = []
         for path, key in self.changed:
             attributes = self._parts[path].__dict__
-            if key not in self.reads.get(path, ()) and holds(attributes.get(key), is_tensor):
+            if key not in self.reads.get(path, ()) and holds_tensor(attributes.get(key)):
                 found.append(Leftover(attributes, (key,), (), NotMade(label(path, key))))
         for i, (path, key, box, held) in enumerate(self._boxes):
             if key in OWN or _is_derived(self._parts[path], key):
