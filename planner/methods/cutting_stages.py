@@ -22,11 +22,12 @@ from graphs.ir import Graph
 from planner.result import Plan
 from planner.schedule import Schedule, computes, first_runs, in_graph_order, keep_all, put_in_graph_order, renumbered, with_frees
 from planner.solvers.milp import Answer, Outcome
+from planner.stages.climbing import Climb, Reached
 from planner.stages.events import LARGE, missing, tightest
 from planner.stages.exhaustive import LONGEST_NS
 from planner.stages.first_schedules import follow_guides, pebble, prove_least, try_blocks
 from planner.stages.mending import mend, shorten
-from planner.stages.model import TINY, Event, StageModel, Walk, stage_model, walk, with_end
+from planner.stages.model import MOST_TINY, TINY, Event, StageModel, Walk, stage_model, walk, with_end
 from planner.stages.order_search import anneal_on, search_orders
 from planner.stages.search import StageSearch
 from planner.stages.solving import MOST_WORK, STALLED, Asked, idle_events, solve_relaxed, solve_whole, work_beside
@@ -47,6 +48,9 @@ COARSE_DISTANCE, HALF, FEWER, HOPELESS_VARIABLES, COARSE_SHARE, COARSE_WORK = 0.
 # where nothing fits so far; search among all orders, where any will do.
 ANNEAL_SHARE, ORDERS_SHARE = 0.4, 0.75
 WALKS_SHARE = 0.2  # of the time left, for their first list walks
+# While the bound is far away: how many ops of list walks take as long as the first look for schedules, the same where none fits
+# so far, a coarser graph, and any other turn; and how many are run in that one along the last solution, and along others.
+FIRST_WORK, SCRAPE_WORK, COARSER_WORK, TURN_WORK, TURN_WALKS = 1_800_000, 4_000_000, 2_000_000, 1_800_000, 300_000
 LAST_S = 0.5  # for list walks where there was no time to look for anything
 # Graphs of so many ops are looked through: this many nodes of A* after the first model; before each MILP that may take long,
 # twice as many as so far, if nothing has proved more; and all there is time for in the end, in graphs of few ops in any case.
@@ -57,7 +61,7 @@ EXACT = 0.02  # to this share of the asked gap, where that takes
 FINEST = 1e-9  # nor is any MILP solved more exactly than to this share of the keep-all time
 CHEAP_EFFORT = 0.5  # no more than about so many seconds' work
 COARSE, SAT_COARSE = 0.25, 0.1  # and what is not, first to this share of the distance between bound and incumbent
-TINY_GAP, MOST_TINY = 0.1, 1e-3  # share of the budget that values without variables take at first, per gap, and at most
+TINY_GAP = 0.1  # share of the budget that values without variables take at first, per gap
 
 
 def solve(
@@ -207,13 +211,13 @@ def _before_long(search: StageSearch, model: StageModel) -> None:
         _solve_coarser(search, FEWER if len(model.milp.cost) > HOPELESS_VARIABLES else HALF)
 
 
-def _solve_coarser(search: StageSearch, fewer: float) -> None:
-    """Solve a coarser graph, once, for a schedule that list walks go on from.
+def _solve_coarser(search: StageSearch, fewer: float) -> bool:
+    """Solve a coarser graph, once, for a schedule that list walks go on from; whether it has done so now.
 
     fewer  share of the ops that it may have at most
     """
     if search.coarsened or search.nested or search.done() or len(search.coarser.graph.ops) > fewer * len(search.graph.ops):
-        return
+        return False
     search.coarsened = True
     graph, time_limit_s = search.coarser.graph, COARSE_SHARE * search.left_s
 
@@ -230,6 +234,7 @@ def _solve_coarser(search: StageSearch, fewer: float) -> None:
             search.offer(with_frees(search.graph, runs), f"{inner.notes['found_by']}, in a coarser graph")
     if inner.best is not None:
         search.follow(runs, COARSE_WORK)
+    return True
 
 
 def _rounds(search: StageSearch) -> bool:
@@ -270,8 +275,15 @@ def _rounds(search: StageSearch) -> bool:
             return False
         if round_.number == 1 and not search.elsewhere:
             guide = None if answer.values is None else partial(follow_guides, search, round_.closed_graph, round_.events[0])
-            if not _first_schedules(search, guide):
+            _first_schedules(search, guide)
+            reached = _look_further(search, round_)
+            if "infeasible" in search.notes:
                 return False
+            if reached is not None and search.is_far:
+                sequence, rows, round_.events = list(reached.sequence), reached.rows, reached.events
+                if reached.is_last or search.done():
+                    return not search.done()
+                continue
         if answer.values is None:
             return not search.done()
         search.follow(sequence)
@@ -397,8 +409,8 @@ def _exhaust(search: StageSearch, looks: int, aim: float) -> bool:
     return search.closed(aim)
 
 
-def _first_schedules(search: StageSearch, guide: Callable[[float], None] | None) -> bool:
-    """Look for schedules that fit by all means but MILPs; False where it turns out that there are none."""
+def _first_schedules(search: StageSearch, guide: Callable[[float], None] | None) -> None:
+    """Look for schedules that fit by quick means."""
     if not search.trained and not search.nested and not search.done():
         ended = anneal_on(search, range(len(search.graph.ops)), search.seed, ANNEAL_SHARE * search.left_s, keep_order=True)
         search.follow(ended.runs)
@@ -408,15 +420,62 @@ def _first_schedules(search: StageSearch, guide: Callable[[float], None] | None)
         search.follow(list(computes(search.best)))
     if guide is not None and not search.nested:
         guide(until)
+    search.tell_cut_short(time.perf_counter() >= until)
+
+
+def _look_further(search: StageSearch, round_: _Round) -> Reached | None:
+    """Look for schedules by all means but MILPs where none fits or the best is far from the bound.
+
+    In a training step there are relaxations beside that; what they have come to, None where there were none.
+    """
+    climb = Climb(search=search, closed_graph=round_.closed_graph, events=round_.events)
+    if not climb.is_wanted:
+        _by_all_means(search)
+        return None
+    work = FIRST_WORK if search.best is not None else SCRAPE_WORK
+
+    def others() -> None:
+        _by_all_means(search)
+        _go_on_beside(search, climb, work)
+
+    try:
+        return climb.beside(others)
+    finally:
+        if time.perf_counter() >= search.deadline:
+            search.take_beyond()
+
+
+def _by_all_means(search: StageSearch) -> None:
+    """Look for better schedules where the best one is far from the bound, and for any where there is none."""
     if search.is_far:
         if search.trained:
             shorten(search)
         try_blocks(search)
-    search.tell_cut_short(time.perf_counter() >= until)
-    if search.time_ns is None and not _scrape(search, in_order=True):
-        return False
+    if search.best is None and not _scrape(search, in_order=True):
+        return
     _elsewhere(search)
-    return True
+
+
+def _go_on_beside(search: StageSearch, climb: Climb, work: int) -> None:
+    """Walks and annealing along what relaxations come to, while the bound is far away.
+
+    work  which has been done beside them so far
+    """
+    while search.is_far and not search.done():
+        reached = climb.by(work)
+        if climb.is_over(work) or not search.is_far or search.done():
+            return
+        if _solve_coarser(search, HALF):
+            work += COARSER_WORK
+            continue
+        if reached.sequence:
+            search.follow(reached.sequence, TURN_WALKS)
+        search.walks.improve(TURN_WALKS, deadline=search.deadline)
+        search.take_walk()
+        shorten(search)
+        if reached.sequence:
+            mend(search, reached.sequence)
+        work += TURN_WORK
 
 
 def _scrape(search: StageSearch, *, in_order: bool) -> bool:

@@ -130,12 +130,12 @@ class Milp:
         proto = self.proto()
         began = time.perf_counter()
         parameters = _parameters(time_limit_s, gap, cutoff, node_limit, seed)
-        result = _run(partial(_highs, proto, parameters), time_limit_s, meanwhile)
+        result = run_apart(partial(_highs, proto, parameters), time_limit_s, meanwhile)
         if _infeasible(result):
             # HiGHS's presolve has called feasible models infeasible, so its word is asked for again without presolve.
             left_s = time_limit_s - (time.perf_counter() - began)
             again = _parameters(left_s, gap, cutoff, node_limit, seed, presolve=False)
-            result = _run(partial(_highs, proto, again), left_s) if left_s > 0 else None
+            result = run_apart(partial(_highs, proto, again), left_s) if left_s > 0 else None
         if result is None:
             return Answer(Outcome.STOPPED, None, math.inf, -math.inf)
         return self._answer(result, cutoff)
@@ -146,34 +146,42 @@ class Milp:
         time_limit_s: float,
         more: Callable[[list[float]], bool] | None = None,
         meanwhile: Callable[[threading.Event], None] | None = None,
+        left: Left | None = None,
     ) -> Answer:
         """Solve without asking for integers, with GLOP; on these models it is faster than HiGHS by up to a factor of seven.
 
         more  called with the solution, on the solver's thread; may add rows, and says whether to solve again, from that solution
               on. The last solution that was found in time counts
+        left  for a caller that is itself on a solver's thread, which this is then done on: set where nobody waits any more
 
         The bound is that of the duals, made feasible, so it holds whatever the solver's tolerances; INFEASIBLE is its word alone.
         ``meanwhile`` as above.
         """
-        deadline = time.perf_counter() + time_limit_s
-        proto = self.proto()
-        proto.variables.integers[:] = [False] * len(self.cost)
-        answer = _run(partial(self._relax, proto, deadline, more), time_limit_s, meanwhile)
+        solve = partial(self._relax, time.perf_counter() + time_limit_s, more)
+        answer = run_apart(solve, time_limit_s, meanwhile) if left is None else solve(left)
         return Answer(Outcome.STOPPED, None, math.inf, -math.inf) if answer is None else answer
 
-    def _relax(self, proto: Any, deadline: float, more: Callable[[list[float]], bool] | None, left: threading.Event) -> Answer:
+    def _relax(self, deadline: float, more: Callable[[list[float]], bool] | None, left: Left) -> Answer:
         from ortools.math_opt import callback_pb2, model_parameters_pb2, parameters_pb2, result_pb2
         from ortools.math_opt.core.python import solver
+        from ortools.util.python.pybind_solve_interrupter import PySolveInterrupter
 
+        with turns.first():
+            proto = self.proto()
+            proto.variables.integers[:] = [False] * len(self.cost)
         glop = solver.new(parameters_pb2.SOLVER_TYPE_GLOP, proto, parameters_pb2.SolverInitializerProto())
         answer = Answer(Outcome.STOPPED, None, math.inf, -math.inf)
+        interrupter = PySolveInterrupter()
+        left.then(interrupter.interrupt)
         while True:
             parameters = limited(deadline - time.perf_counter())
             if more is not None:  # new rows leave the duals feasible, and the solver's own preprocessing would begin anew
                 parameters.glop.use_dual_simplex = True
                 parameters.glop.use_preprocessing = False
             registration = callback_pb2.CallbackRegistrationProto()
-            result = glop.solve(parameters, model_parameters_pb2.ModelSolveParametersProto(), None, registration, None, None)
+            result = glop.solve(
+                parameters, model_parameters_pb2.ModelSolveParametersProto(), None, registration, None, interrupter
+            )
             if _infeasible(result):
                 return Answer(Outcome.INFEASIBLE, None, math.inf, math.inf)
             if result.termination.reason != result_pb2.TERMINATION_REASON_OPTIMAL:
@@ -322,7 +330,7 @@ def _wait() -> None:
         done.wait()
 
 
-def _highs(proto: Any, parameters: Any, left: threading.Event) -> Any:
+def _highs(proto: Any, parameters: Any, left: Left) -> Any:
     """What HiGHS says of a model; None where it gives up over its numerics."""
     # Imported here because Ctrl-C only reaches the main thread: in the middle of it, it would end in an ImportError.
     from ortools.math_opt import callback_pb2, model_parameters_pb2, parameters_pb2
@@ -341,10 +349,32 @@ def _highs(proto: Any, parameters: Any, left: threading.Event) -> Any:
     )
 
 
-def _run(
-    solve: Callable[[threading.Event], T], time_limit_s: float, meanwhile: Callable[[threading.Event], None] | None = None
+class Left(threading.Event):
+    """Set once nobody waits for a solve any more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._then: list[Callable[[], object]] = []
+
+    def then(self, call: Callable[[], object]) -> None:
+        """Call this when it is set, or now."""
+        self._then.append(call)
+        if self.is_set():
+            call()
+
+    def set(self) -> None:
+        super().set()
+        for call in list(self._then):
+            call()
+
+
+def run_apart(
+    solve: Callable[[Left], T],
+    time_limit_s: float,
+    meanwhile: Callable[[threading.Event], None] | None = None,
+    left: Left | None = None,
 ) -> T | None:
-    """Solve on a daemon thread. ``solve`` gets the event that says its caller has left.
+    """Solve on a daemon thread, and ``meanwhile`` on the caller's. ``solve`` gets the event that says its caller has left.
 
     It is left behind on Ctrl-C, and where the solver does not look at its clock (in presolve, say). None then, and where it
     gives up over its numerics.
@@ -352,7 +382,7 @@ def _run(
     late = time.perf_counter() + (1 + GRACE_SHARE) * time_limit_s + GRACE_S
     results: list[T] = []
     errors: list[BaseException] = []
-    done, left = Done(), threading.Event()
+    done, left = Done(), left or Left()
 
     def work() -> None:
         try:

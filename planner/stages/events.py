@@ -13,6 +13,7 @@ from planner.stages.model import Event, StageModel, Walk
 
 LARGE = 2.0  # times the budget, what a stage holds that asks for two events at first
 PASSED = 2 / 3  # share of its overflow that is before the second
+NEAR = 1 / 4  # share of an overflow's ops on either side of its middle that are near it
 
 
 def missing(
@@ -37,10 +38,7 @@ def missing(
     large  times the budget, what is held in an overflow that is large
     reruns_last  none as long as a first execution is asked for
     """
-    schedule = with_frees(graph, found.runs)
-    steps = [s for s, step in enumerate(schedule) if isinstance(step, Compute)]
-    memory_bytes, next_first = simulate(graph, schedule).memory_bytes, next_first_runs(graph, schedule)
-    held_bytes, coming = [memory_bytes[s] for s in steps], [next_first[s] for s in steps]
+    held_bytes, coming = _held(graph, found)
     over = sorted((r for r, held in enumerate(held_bytes) if held > budget_bytes), key=lambda r: -held_bytes[r])
     events, first_runs, seconds, reruns = model.events, list[Event](), list[Event](), list[Event]()
     stages: set[int] = set()
@@ -67,6 +65,52 @@ def missing(
         reruns = []
     first_runs = first_runs[: max(0, most - len(reruns))]
     return [*first_runs, *reruns], [t for t in seconds if t in first_runs]
+
+
+def halfway(model: StageModel, graph: Graph, found: Walk, budget_bytes: int, most: int) -> list[Event]:
+    """For each stage that overflows, the worst first, the first execution near the middle of the overflow that is tightest there.
+
+    Where a relaxation overflows throughout, the worst op of a stage is often the first one, which has all re-runs of the stage
+    before it: an event there moves the overflow on by an op or two, one in the middle halves it. Tight is where much is held, and
+    much of it has to be.
+
+    graph  that of the walk, without the end
+    most   so many at most
+    """
+    held_at: dict[int, dict[int, int]] = {}  # by stage, the most bytes at or before each first execution
+    for held_bytes, w, stage in zip(*_held(graph, found), found.stages, strict=True):
+        if held_bytes > budget_bytes and Event(w) not in model.events:
+            held = held_at.setdefault(stage, {})
+            held[w] = max(held.get(w, 0), held_bytes)
+    due_bytes = _due(model.graph)
+    events = []
+    for held in sorted(held_at.values(), key=lambda held: -max(held.values())):
+        middle, reach = (min(held) + max(held)) / 2, max(1.0, NEAR * (max(held) - min(held)))
+        near = [w for w in held if abs(w - middle) <= reach] or list(held)
+        events.append(Event(max(near, key=lambda w: (held[w] + due_bytes[w], -w))))
+    return events[:most]
+
+
+def _due(graph: Graph) -> list[int]:
+    """For each op, the bytes that it takes, and of what the backward pass has made before it and reads after it: that is dear to
+    make again."""
+    last = [readers[-1] if readers else -1 for readers in graph.consumers]
+    due, across = [], dict[int, int]()
+    for w, op in enumerate(graph.ops):
+        across = {x: size_bytes for x, size_bytes in across.items() if last[x] > w}
+        own = {x: graph.values[x].size_bytes for x in (*op.inputs, *op.outputs) if x not in graph.resident}
+        due.append(op.workspace_bytes + sum((across | own).values()))
+        if op.backward:
+            across.update((x, own[x]) for x in op.outputs)
+    return due
+
+
+def _held(graph: Graph, found: Walk) -> tuple[list[int], list[int]]:
+    """For each run of a walk, the bytes in memory, and the op that runs for the first time there or next after it."""
+    schedule = with_frees(graph, found.runs)
+    steps = [s for s, step in enumerate(schedule) if isinstance(step, Compute)]
+    memory_bytes, next_first = simulate(graph, schedule).memory_bytes, next_first_runs(graph, schedule)
+    return [memory_bytes[s] for s in steps], [next_first[s] for s in steps]
 
 
 def _before(begin: Event, end: Event, v: int) -> Event | None:

@@ -15,7 +15,8 @@ from planner.stages.search import StageSearch
 
 SHRINK = (0.97, 0.94, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5)  # budgets of the one-event MILPs that list walks follow
 IDLE_GUIDES = 2  # so many of them in a row that help no further are the last ones
-BLOCKS_SHARE, FINE_GRID = 0.15, {"peaks": 12, "saves": 8}  # of the time left, for a chain of blocks
+# Of the time left, for a chain of blocks; where next to nothing fits, for one with more ways to run each.
+BLOCKS_SHARE, SCARCE_SHARE, FINE_GRID = 0.15, 0.3, {"peaks": 12, "saves": 8}
 BLOCKS_WORK, WORK_PER_OP = 4_000_000, 8_000  # ops of walks along what comes of it at most, and for each op of the graph
 # Sets of values to visit, and share of the time left, at most, where nothing fits so far.
 PEBBLE_STATES, PEBBLE_SHARE = 4_000, 0.15
@@ -30,7 +31,7 @@ def try_blocks(search: StageSearch, *, scarce: bool = False) -> None:
         return
     search.chained = True
     grid = FINE_GRID if scarce else {}
-    share_s = BLOCKS_SHARE * search.left_s
+    share_s = (SCARCE_SHARE if scarce else BLOCKS_SHARE) * search.left_s
     schedule, told = block_schedule(search.graph, search.budget_bytes, time_limit_s=share_s, seed=search.seed, **grid)
     search.tell_cut_short("cut_short" in told or told.get("stopped") == "time limit")
     if schedule is not None:

@@ -48,7 +48,8 @@ SCALE = 1e6  # times and bytes are divided so that totals are about this; HiGHS 
 # 0-1 variables up to which CP-SAT (``planner.solvers.pseudo_boolean``) is faster than HiGHS: where no event is a re-run, where
 # some are
 SAT_VARIABLES, SAT_RERUNS = 2_000, 4_000
-TINY = 1e-5  # share of the budget that all values without variables may take together where the last bit of a bound counts
+# Share of the budget that all values without variables may take together: where the last bit of a bound counts, and at most.
+TINY, MOST_TINY = 1e-5, 1e-3
 
 
 class Event(NamedTuple):

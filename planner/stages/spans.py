@@ -27,11 +27,13 @@ import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
-from planner.solvers.milp import Answer
+from planner.process import turns
+from planner.solvers.milp import Answer, Left
 from planner.stages.model import Event, StageModel, use_and_carry
 
 # z of one model at most, where a solver branches and in a relaxation; the longest spans come first, then the shortest
@@ -102,17 +104,22 @@ def relax(
     time_limit_s: float,
     least_rise: float = 0.0,
     meanwhile: Callable[[threading.Event], None] | None = None,
+    left: Left | None = None,
 ) -> tuple[Answer, list[SpanRow]]:
     """Solve the relaxation of a model with its spans: with all of them where they are few, else with the rows that matter.
 
     rows        to begin with, as found for other models of the graph; those that bind come with the answer
     least_rise  no other rows are looked for once ``PATIENCE`` solves have raised the cost by no more than this
+    meanwhile, left  as for ``Milp.relax``
     """
+    solve = partial(model.milp.relax, time_limit_s=time_limit_s, meanwhile=meanwhile, left=left)
     if sum(len(model.rerun[i]) for i, _ in _between_first_runs(model)) <= FEW_VARIABLES:
-        add_spans(model)
-        return model.milp.relax(time_limit_s=time_limit_s, meanwhile=meanwhile), list(rows)
-    spans = _Spans(model)
-    spans.add(rows)
+        with turns.first():
+            add_spans(model)
+        return solve(), list(rows)
+    with turns.first():
+        spans = _Spans(model)
+        spans.add(rows)
     costs: list[float] = []
 
     def more(values: list[float]) -> bool:
@@ -120,7 +127,7 @@ def relax(
         is_flat = len(costs) > PATIENCE and costs[-1] - costs[-1 - PATIENCE] <= least_rise
         return not is_flat and spans.add(spans.broken(values)) > 0
 
-    answer = model.milp.relax(time_limit_s=time_limit_s, more=more, meanwhile=meanwhile)
+    answer = solve(more=more)
     duals = answer.duals or []
     return answer, [row for row, at in spans.rows.items() if at < len(duals) and duals[at] > 0]
 
