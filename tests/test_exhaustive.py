@@ -156,11 +156,14 @@ def test_years_are_not_infinite(budget_bytes: int) -> None:
     assert years.overhead == pytest.approx(moments.overhead)
 
 
-def test_it_leads_until_something_else_has_proved_more() -> None:
+def test_it_keeps_up_until_something_else_has_proved_twice_as_much() -> None:
     graph, budget_bytes = deep(12, 0)
     search = StageSearch(graph, budget_bytes, 0.0, 60.0, None, seed=0)
-    assert not search.exhaustive_leads  # it has not been asked
-    cutting_stages._exhaust(search, 500, 0.0)
-    assert search.exhaustive_leads
-    search.raise_bound(search.searched_ns + 1, restricted=False)
-    assert not search.exhaustive_leads
+    assert not search.exhaustive_keeps_up  # it has not been asked
+    cutting_stages._exhaust(search, 20_000, 0.0)
+    proved_ns = search.searched_ns - search.base
+    assert search.exhaustive_keeps_up and proved_ns > 0
+    search.raise_bound(search.base + 2 * proved_ns, restricted=False)
+    assert search.exhaustive_keeps_up
+    search.raise_bound(search.base + 2 * proved_ns + 1, restricted=False)
+    assert not search.exhaustive_keeps_up

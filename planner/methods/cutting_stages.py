@@ -132,7 +132,7 @@ def _run(search: StageSearch, start: Schedule | None) -> None:
     if search.done():
         return
     if _rounds(search):
-        has_last_word = search.exhaustive_leads or len(graph.ops) <= FEW_OPS
+        has_last_word = search.exhaustive_keeps_up or len(graph.ops) <= FEW_OPS
         if not (has_last_word and _exhaust(search, MOST_LOOKS, search.gap)):
             _search_on(search)
 
@@ -251,7 +251,7 @@ def _rounds(search: StageSearch) -> bool:
         relaxed = answer is not None
         if answer is None:
             if round_.is_dear:
-                if search.exhaustive_leads and _exhaust(search, 2 * search.looks, search.gap):
+                if search.exhaustive_keeps_up and _exhaust(search, 2 * search.looks, search.gap):
                     return False
                 _before_long(search, model)
                 if search.done(round_.asked.aim):
@@ -279,7 +279,7 @@ def _rounds(search: StageSearch) -> bool:
             reached = _look_further(search, round_)
             if "infeasible" in search.notes:
                 return False
-            if reached is not None and search.is_far:
+            if reached is not None and search.is_far and len(graph.ops) > SMALL_OPS:
                 sequence, rows, round_.events = list(reached.sequence), reached.rows, reached.events
                 if reached.is_last or search.done():
                     return not search.done()

@@ -103,6 +103,7 @@ class Climb:
             told = self._by(self._awaited[0] if has_ended else math.inf)
             search.raise_bound(told.bound_ns, restricted=False)
             search.tell_cut_short(self.hurried)
+            search.notes.update(events=len(told.events), relaxations=self.reached.index(told))
         return told
 
     def by(self, work: float) -> Reached:

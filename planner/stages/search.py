@@ -23,6 +23,7 @@ BEYOND_WORK = 200_000  # of list walks between two looks at the clock
 APART = 1_000_000_000  # between their seed and that of others
 # Shares of the keep-all time and of the budget that an op of the coarser graph may lose, and of the time left for making that.
 LOST, EXTRA, COARSEN_SHARE = 5e-4, 0.02, 0.1
+FAIR = 0.5  # share of what is proved
 FAR_AWAY = 0.05  # share of the keep-all time that is a long way from the bound to the best schedule
 
 
@@ -64,9 +65,9 @@ class StageSearch(Incumbent):
         return Exhaustive(self.graph, self.budget_bytes)
 
     @property
-    def exhaustive_leads(self) -> bool:
-        """Whether A* has been asked, and has proved as much as anything has."""
-        return self.looks > 0 and self.exhaustive.bound_ns >= self.searched_ns
+    def exhaustive_keeps_up(self) -> bool:
+        """Whether A* has been asked, and has proved a fair share of what is proved beyond the keep-all time."""
+        return self.looks > 0 and self.exhaustive.bound_ns - self.base >= FAIR * (self.searched_ns - self.base)
 
     @cached_property
     def trained(self) -> bool:
