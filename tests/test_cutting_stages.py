@@ -30,7 +30,6 @@ from planner.solvers.milp import Answer, Milp, Outcome
 from planner.stages import first_schedules, order_search
 from planner.stages import search as stage_search
 from planner.stages import solving as stage_solving
-from planner.stages.climbing import Climb
 from planner.stages.exhaustive import cheapest
 from planner.stages.first_schedules import try_blocks
 from planner.stages.model import Event, stage_model, walk, with_end
@@ -375,7 +374,6 @@ def test_second_events_stay_where_they_raise_the_bound(helps: bool, monkeypatch:
     monkeypatch.setattr(stage_solving, "PARTS", 1.0)
     monkeypatch.setattr(stage_solving, "MOST_PARTS", 1.0)
     monkeypatch.setattr(cutting_stages, "solve_relaxed", relax)
-    monkeypatch.setattr(Climb, "is_wanted", False)
     solve(chain(40), 8, gap=0.0, time_limit_s=4)
     gone = set(asked[0]).difference(*asked[1:])
     assert len(asked[0]) == 3 and len(asked) > 1
@@ -625,7 +623,7 @@ def test_cp_sat_is_told_what_is_proved_about_models_with_fewer_events(monkeypatc
         return whole(milp, floor=floor, **options)
 
     monkeypatch.setattr(pseudo_boolean, "minimise", minimise)
-    monkeypatch.setattr(Climb, "is_wanted", False)
+    monkeypatch.setattr(cutting_stages, "SMALL_OPS", 0)  # no A*
     for seed in range(4):
         graph = random_training(14, seed)
         solve(graph, int(0.6 * simulate(graph, keep_all(graph)).peak_bytes), gap=0.0, time_limit_s=3)

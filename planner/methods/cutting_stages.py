@@ -29,7 +29,7 @@ from planner.stages.first_schedules import follow_guides, pebble, prove_least, t
 from planner.stages.mending import mend, shorten
 from planner.stages.model import MOST_TINY, TINY, Event, StageModel, Walk, stage_model, walk, with_end
 from planner.stages.order_search import anneal_on, search_orders
-from planner.stages.search import StageSearch
+from planner.stages.search import SMALL_OPS, StageSearch
 from planner.stages.solving import MOST_WORK, STALLED, Asked, idle_events, solve_relaxed, solve_whole, work_beside
 from planner.stages.spans import SpanRow, add_spans
 
@@ -52,9 +52,9 @@ WALKS_SHARE = 0.2  # of the time left, for their first list walks
 # so far, a coarser graph, and any other turn; and how many are run in that one along the last solution, and along others.
 FIRST_WORK, SCRAPE_WORK, COARSER_WORK, TURN_WORK, TURN_WALKS = 1_800_000, 4_000_000, 2_000_000, 1_800_000, 300_000
 LAST_S = 0.5  # for list walks where there was no time to look for anything
-# Graphs of so many ops are looked through: this many nodes of A* after the first model; before each MILP that may take long,
-# twice as many as so far, if nothing has proved more; and all there is time for in the end, in graphs of few ops in any case.
-SMALL_OPS, FEW_OPS, FEW_LOOKS, MOST_LOOKS = 150, 40, 60_000, 1_000_000_000
+# Nodes of A* in small graphs: after the first model; before each MILP that may take long, twice as many as so far, while it keeps
+# up; and in the end all that there is time for, in graphs of so few ops in any case.
+FEW_OPS, FEW_LOOKS, MOST_LOOKS = 40, 60_000, 1_000_000_000
 IDLE_ROUNDS = 4  # stop after as many searches in a row that found nothing
 CHEAP_ROUNDS, CHEAP_VARIABLES = 3, 1_500  # what is this small is solved more exactly than asked:
 EXACT = 0.02  # to this share of the asked gap, where that takes
@@ -279,7 +279,7 @@ def _rounds(search: StageSearch) -> bool:
             reached = _look_further(search, round_)
             if "infeasible" in search.notes:
                 return False
-            if reached is not None and search.is_far and len(graph.ops) > SMALL_OPS:
+            if reached is not None and search.is_far:
                 sequence, rows, round_.events = list(reached.sequence), reached.rows, reached.events
                 if reached.is_last or search.done():
                     return not search.done()

@@ -164,24 +164,21 @@ class Milp:
     def _relax(self, deadline: float, more: Callable[[list[float]], bool] | None, left: Left) -> Answer:
         from ortools.math_opt import callback_pb2, model_parameters_pb2, parameters_pb2, result_pb2
         from ortools.math_opt.core.python import solver
-        from ortools.util.python.pybind_solve_interrupter import PySolveInterrupter
 
         with turns.first():
             proto = self.proto()
             proto.variables.integers[:] = [False] * len(self.cost)
         glop = solver.new(parameters_pb2.SOLVER_TYPE_GLOP, proto, parameters_pb2.SolverInitializerProto())
         answer = Answer(Outcome.STOPPED, None, math.inf, -math.inf)
-        interrupter = PySolveInterrupter()
+        interrupter = _interrupter()
         left.then(interrupter.interrupt)
         while True:
             parameters = limited(deadline - time.perf_counter())
             if more is not None:  # new rows leave the duals feasible, and the solver's own preprocessing would begin anew
                 parameters.glop.use_dual_simplex = True
                 parameters.glop.use_preprocessing = False
-            registration = callback_pb2.CallbackRegistrationProto()
-            result = glop.solve(
-                parameters, model_parameters_pb2.ModelSolveParametersProto(), None, registration, None, interrupter
-            )
+            start, registration = model_parameters_pb2.ModelSolveParametersProto(), callback_pb2.CallbackRegistrationProto()
+            result = glop.solve(parameters, start, None, registration, None, interrupter)
             if _infeasible(result):
                 return Answer(Outcome.INFEASIBLE, None, math.inf, math.inf)
             if result.termination.reason != result_pb2.TERMINATION_REASON_OPTIMAL:
@@ -347,6 +344,17 @@ def _highs(proto: Any, parameters: Any, left: Left) -> Any:
         None,
         None,
     )
+
+
+def _interrupter() -> Any:
+    """What stops GLOP. HiGHS has nothing of the kind."""
+    try:
+        from ortools.util.python.pybind_solve_interrupter import PySolveInterrupter
+    except ImportError:  # OR-Tools up to 9.14
+        from ortools.math_opt.core.python import solver
+
+        return solver.SolveInterrupter()
+    return PySolveInterrupter()
 
 
 class Left(threading.Event):

@@ -20,7 +20,7 @@ from planner.process import turns
 from planner.solvers.milp import Left, run_apart
 from planner.stages.events import halfway
 from planner.stages.model import MOST_TINY, Event, stage_model, walk
-from planner.stages.search import StageSearch
+from planner.stages.search import SMALL_OPS, StageSearch
 from planner.stages.solving import WORK_VARIABLES, idle_events
 from planner.stages.spans import SpanRow, relax
 
@@ -72,7 +72,7 @@ class Climb:
     reached: list[Reached] = field(init=False)
     hurried: bool = field(default=False, init=False)
     _ends_at: float = field(default=0.0, init=False)  # work by the end of the relaxation under way; infinite after the last
-    _awaited: tuple[float, threading.Event] = field(default_factory=lambda: (math.inf, threading.Event()), init=False)
+    _awaited: tuple[float, threading.Event] = field(default_factory=lambda: (0.0, threading.Event()), init=False)
     _distance_ns: float = field(default=0.0, init=False)  # to the best schedule when it began
     _s_per_work: float = field(default=FIRST_GUESS_S, init=False)
     _rose_at: float = field(default=0.0, init=False)  # work by the end of the last one that raised the bound by much
@@ -82,9 +82,13 @@ class Climb:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether this is a training step without a schedule so far, or with a bound far from it."""
+        """Whether this is a large training step without a schedule so far, or with a bound far from it.
+
+        In small ones MILPs of few events and A* prove more.
+        """
         search = self.search
-        return search.trained and not search.nested and (search.is_far or search.best is None) and not search.done()
+        is_large = search.trained and not search.nested and len(search.graph.ops) > SMALL_OPS
+        return is_large and (search.is_far or search.best is None) and not search.done()
 
     def beside(self, others: Callable[[], None]) -> Reached:
         """Relax until ``others`` are done. What it has come to by when they last asked; where the clock ends them, at all."""
@@ -100,10 +104,11 @@ class Climb:
             run_apart(self._relaxations, search.left_s, meanwhile, left)
             has_ended = time.perf_counter() < search.deadline
         finally:
-            told = self._by(self._awaited[0] if has_ended else math.inf)
+            count = self._solved(self._awaited[0] if has_ended else math.inf)
+            told = self.reached[count]
             search.raise_bound(told.bound_ns, restricted=False)
             search.tell_cut_short(self.hurried)
-            search.notes.update(events=len(told.events), relaxations=self.reached.index(told))
+            search.notes.update(events=len(told.events), relaxations=count)
         return told
 
     def by(self, work: float) -> Reached:
@@ -115,7 +120,7 @@ class Climb:
             self.search.walk_beyond(settled, self.search.deadline, lambda: None)
         while not settled.is_set() and time.perf_counter() < self.search.deadline:
             time.sleep(WAIT_S)
-        told = self._by(work)
+        told = self.reached[self._solved(work)]
         self.search.raise_bound(told.bound_ns, restricted=False)
         return told
 
@@ -123,8 +128,9 @@ class Climb:
         """Whether the last relaxation ends by then."""
         return math.isinf(self._ends_at) and self.reached[-1].work <= work
 
-    def _by(self, work: float) -> Reached:
-        return next(reached for reached in reversed(self.reached) if reached.work <= work)
+    def _solved(self, work: float) -> int:
+        """How many relaxations end by then."""
+        return sum(reached.work <= work for reached in list(self.reached)) - 1
 
     def _look(self) -> None:
         """Say so where what was asked for is known."""

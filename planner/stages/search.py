@@ -23,7 +23,8 @@ BEYOND_WORK = 200_000  # of list walks between two looks at the clock
 APART = 1_000_000_000  # between their seed and that of others
 # Shares of the keep-all time and of the budget that an op of the coarser graph may lose, and of the time left for making that.
 LOST, EXTRA, COARSEN_SHARE = 5e-4, 0.02, 0.1
-FAIR = 0.5  # share of what is proved
+# A* looks through graphs of so many ops; what share of what is proved it has to prove to be asked again.
+SMALL_OPS, FAIR = 150, 0.5
 FAR_AWAY = 0.05  # share of the keep-all time that is a long way from the bound to the best schedule
 
 
