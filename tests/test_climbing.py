@@ -17,7 +17,7 @@ from planner.methods import cutting_stages
 from planner.methods.cutting_stages import solve
 from planner.schedule import keep_all
 from planner.simulate import simulate
-from planner.solvers.milp import Left, Milp, Outcome
+from planner.solvers.milp import Answer, Left, Milp, Outcome
 from planner.stages import climbing
 from planner.stages.climbing import Climb, Reached
 from planner.stages.events import halfway, tightest
@@ -155,6 +155,31 @@ def test_what_goes_wrong_on_its_thread_is_told(monkeypatch: pytest.MonkeyPatch) 
     climb = climb_of(*DEEP)
     with pytest.raises(ZeroDivisionError):
         climb.beside(lambda: climb.by(1e9) and None)
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_one_that_nothing_comes_of_takes_its_time_all_the_same(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether it has failed already when that is asked, or has not yet."""
+    whole, calls = climbing.relax, list[int]()
+
+    def broken(*arguments: Any, **options: Any) -> Any:
+        calls.append(1)
+        if len(calls) < 4:
+            return whole(*arguments, **options)
+        time.sleep(0.0 if fails else 0.5)
+        return Answer(Outcome.STOPPED, None, math.inf, -math.inf), []
+
+    monkeypatch.setattr(climbing, "relax", broken)
+    climb, over = climb_of(*DEEP), list[bool]()
+
+    def others() -> None:
+        for work in (10_000.0, 12_000.0, 14_000.0):
+            climb.by(work)
+            time.sleep(0.2 if fails else 0.0)
+            over.append(climb.is_over(work))
+
+    reached = climb.beside(others)
+    assert over == [False, False, True] and reached.bound_ns == climb.reached[3].bound_ns
 
 
 def test_no_relaxation_is_begun_that_does_not_fit_the_time() -> None:

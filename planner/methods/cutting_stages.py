@@ -4,6 +4,9 @@ Memory is tight around a few moments. A MILP with stages at those events only (`
 every schedule that keeps the graph's order of first executions, and its solution, walked, often is a schedule that attains
 the bound. Where the walk overflows the budget, the overflow says which event was missing (``planner.stages.events``): a first
 execution, or a re-run that splits a stage. Each round adds some. Where the relaxation's solution is nearly whole, it will do.
+While the bound is far below the best schedule, relaxations with more and more events run beside all that looks for schedules
+(``planner.stages.climbing``).
+
 Meanwhile list walks along that walk, and a search among them (``planner.walks.walk_search``), find schedules that do fit, and
 so do a chain of blocks (``planner.stages.block_chain``) and the same method on a coarser graph (``planner.stages.coarsening``).
 Where any order will do, or nothing fits in the graph's, others are searched (``planner.stages.order_search``); where the best
@@ -280,7 +283,7 @@ def _rounds(search: StageSearch) -> bool:
             if "infeasible" in search.notes:
                 return False
             if reached is not None and search.is_far:
-                sequence, rows, round_.events = list(reached.sequence), reached.rows, reached.events
+                sequence, rows, round_.events = list(reached.sequence) or sequence, reached.rows, reached.events
                 if reached.is_last or search.done():
                     return not search.done()
                 continue
@@ -461,13 +464,17 @@ def _go_on_beside(search: StageSearch, climb: Climb, work: int) -> None:
 
     work  which has been done beside them so far
     """
+    if search.best is None:
+        climb.by(work)
     while search.is_far and not search.done():
         reached = climb.by(work)
-        if climb.is_over(work) or not search.is_far or search.done():
+        if not search.is_far or search.done():
             return
         if _solve_coarser(search, HALF):
             work += COARSER_WORK
             continue
+        if climb.is_over(work):
+            return
         if reached.sequence:
             search.follow(reached.sequence, TURN_WALKS)
         search.walks.improve(TURN_WALKS, deadline=search.deadline)

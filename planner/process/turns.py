@@ -1,7 +1,7 @@
-"""Who runs Python when a solver's thread has something to do between two solves: that thread, and not the search beside it.
+"""Who runs Python when a solver's thread has something to do before, between or after solves: that thread, not the search.
 
-The search's compiled code keeps the interpreter's lock, so the other thread gets it back late each time it has lost it: rows that
-take 20 ms to look for took up to 270.
+The compiled code of the search beside it keeps the interpreter's lock, so the other thread gets it back late each time it has
+lost it: rows that take 20 ms to look for took up to 270.
 """
 
 from __future__ import annotations

@@ -357,21 +357,26 @@ def _interrupter() -> Any:
     return PySolveInterrupter()
 
 
-class Left(threading.Event):
-    """Set once nobody waits for a solve any more."""
+class Left:
+    """Whether nobody waits for a solve any more. No lock that Ctrl-C could leave taken."""
 
     def __init__(self) -> None:
-        super().__init__()
+        self._is_set = False
         self._then: list[Callable[[], object]] = []
 
+    def is_set(self) -> bool:
+        """Whether that is so."""
+        return self._is_set
+
     def then(self, call: Callable[[], object]) -> None:
-        """Call this when it is set, or now."""
+        """Call this when it is set, or now; perhaps more than once."""
         self._then.append(call)
-        if self.is_set():
+        if self._is_set:
             call()
 
     def set(self) -> None:
-        super().set()
+        """Say so."""
+        self._is_set = True
         for call in list(self._then):
             call()
 

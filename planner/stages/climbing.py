@@ -1,9 +1,9 @@
 """Relaxations one after the other, on a solver's thread, while the bound is far below the best schedule.
 
-Then many events are missing, and whatever looks for schedules meanwhile takes as long. So neither waits for the other's turns:
-each has a count of the work that it has done, in ops of list walks, which follows from sizes and not from the clock. What the
-search for schedules is told at some count is what relaxations have come to by the same one. Only near the time limit does the
-clock say how many events are worth while.
+Then many events are missing, and whatever looks for schedules meanwhile takes as long. So both go on beside each other, each with
+a count of the work that it has done, in ops of list walks, which follows from sizes and not from the clock. What the search for
+schedules is told at some count is what relaxations have come to by the same one; where they are later than that, it waits. Only
+near the time limit does the clock say how many events are worth while.
 """
 
 from __future__ import annotations
@@ -114,11 +114,10 @@ class Climb:
     def by(self, work: float) -> Reached:
         """What the relaxations that end by then have come to; waits for those."""
         settled = threading.Event()
-        self._awaited = work, settled
-        self._look()
-        if self.search.walks.runs is not None:
+        self._awaited = work, settled  # first: the other thread sets it from now on
+        if self._ends_at <= work and self.search.walks.runs is not None:
             self.search.walk_beyond(settled, self.search.deadline, lambda: None)
-        while not settled.is_set() and time.perf_counter() < self.search.deadline:
+        while self._ends_at <= work and time.perf_counter() < self.search.deadline:
             time.sleep(WAIT_S)
         told = self.reached[self._solved(work)]
         self.search.raise_bound(told.bound_ns, restricted=False)
@@ -132,10 +131,11 @@ class Climb:
         """How many relaxations end by then."""
         return sum(reached.work <= work for reached in list(self.reached)) - 1
 
-    def _look(self) -> None:
-        """Say so where what was asked for is known."""
-        work, settled = self._awaited
-        if self._ends_at > work:
+    def _goes_on_until(self, work: float) -> None:
+        """On the solver's thread: the relaxation under way ends there; say so where what was asked for is known by that."""
+        self._ends_at = work
+        awaited, settled = self._awaited
+        if work > awaited:
             settled.set()
 
     def _relaxations(self, left: Left) -> None:
@@ -144,8 +144,9 @@ class Climb:
             while not left.is_set() and self._relax(left):
                 pass
         finally:
-            self._ends_at = math.inf
-            self._look()
+            if self._ends_at > self.reached[-1].work:  # nothing came of the last one, which took its time
+                self.reached.append(self.reached[-1]._replace(work=self._ends_at))
+            self._goes_on_until(math.inf)
 
     def _relax(self, left: Left) -> bool:
         """The next one; whether another one is to follow."""
@@ -156,8 +157,7 @@ class Climb:
         if self._s_per_work * work > search.left_s:
             self.reached[-1], self.hurried = last._replace(is_last=True), True
             return False
-        self._ends_at = last.work + work
-        self._look()
+        self._goes_on_until(last.work + work)
         began = time.perf_counter()
         least_rise = LEAST_RISE * self._distance_ns / model.unit_ns
         answer, rows = relax(model, last.rows, time_limit_s=search.left_s, least_rise=least_rise, left=left)
@@ -170,12 +170,14 @@ class Climb:
             if climbed > CLIMB:
                 self._rose_at = self._ends_at
             found = walk(model, answer.values)
-            more = halfway(model, search.graph, found, search.budget_bytes, NEW)
+            missing = halfway(model, search.graph, found, search.budget_bytes, NEW)
+            more = list(missing)
             gone = idle_events(model, answer) if climbed > STEEP else []
             while more and not self._has_time(work, len({*last.events, *more}.difference(gone)) / len(last.events)):
                 more.pop()
-            events = sorted({*last.events, *more}.difference(gone))
-            self.reached.append(Reached(self._ends_at, bound_ns, found.runs, events, rows, is_last=self.hurried and not more))
+            events = sorted({*last.events, *more}.difference(gone)) or last.events
+            is_last = bool(missing) and not more
+            self.reached.append(Reached(self._ends_at, bound_ns, found.runs, events, rows, is_last))
         return bool(more) and self._ends_at - self._rose_at <= IDLE_SHARE * self._ends_at + IDLE_WORK
 
     def _has_time(self, work: float, times: float) -> bool:
