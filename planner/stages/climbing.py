@@ -32,9 +32,7 @@ LEAST_WORK, WORK = 2_000, 10_000
 # so much.
 CLIMB, IDLE_SHARE, IDLE_WORK = 0.005, 0.5, 200_000
 LEAST_RISE = 0.01  # and rows on spans that raise it by less than this share, within one
-# A relaxation that should take more than this share of the time left has fewer new events. What the first one should take, in
-# seconds for each op of list walks.
-HURRY, FIRST_GUESS_S = 0.8, 3e-6
+HURRY = 0.8  # a relaxation that should take more than this share of the time left has fewer new events
 UNKNOWN = 0.25  # share of the keep-all time that the bound may be away where there is no schedule
 WAIT_S = 0.02
 
@@ -74,7 +72,7 @@ class Climb:
     _ends_at: float = field(default=0.0, init=False)  # work by the end of the relaxation under way; infinite after the last
     _awaited: tuple[float, threading.Event] = field(default_factory=lambda: (0.0, threading.Event()), init=False)
     _distance_ns: float = field(default=0.0, init=False)  # to the best schedule when it began
-    _s_per_work: float = field(default=FIRST_GUESS_S, init=False)
+    _s_per_work: float = field(default=0.0, init=False)  # of the last one; the first one is begun in any case
     _rose_at: float = field(default=0.0, init=False)  # work by the end of the last one that raised the bound by much
 
     def __post_init__(self) -> None:
