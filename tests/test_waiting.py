@@ -66,7 +66,7 @@ def nothing_is_left_behind() -> Iterator[None]:
 @pytest.mark.parametrize("apart", [0, 1, 2, 3, 5])
 @pytest.mark.parametrize(
     "wait",
-    [lambda: milp._run(lambda left: time.sleep(0.01), 1.0), lambda: undisturbed(lambda: time.sleep(0.01)), satisfied],
+    [lambda: milp.run_apart(lambda left: time.sleep(0.01), 1.0), lambda: undisturbed(lambda: time.sleep(0.01)), satisfied],
     ids=["milp", "loading", "cp_sat"],
 )
 def test_an_interruption_is_never_another_error(wait: Callable[[], object], apart: int) -> None:

@@ -470,11 +470,10 @@ def _go_on_beside(search: StageSearch, climb: Climb, work: int) -> None:
         reached = climb.by(work)
         if not search.is_far or search.done():
             return
+        is_over = climb.is_over(work)
         if _solve_coarser(search, HALF):
             work += COARSER_WORK
             continue
-        if climb.is_over(work):
-            return
         if reached.sequence:
             search.follow(reached.sequence, TURN_WALKS)
         search.walks.improve(TURN_WALKS, deadline=search.deadline)
@@ -482,6 +481,8 @@ def _go_on_beside(search: StageSearch, climb: Climb, work: int) -> None:
         shorten(search)
         if reached.sequence:
             mend(search, reached.sequence)
+        if is_over:
+            return
         work += TURN_WORK
 
 
