@@ -17,7 +17,7 @@ from planner.methods import cutting_stages
 from planner.methods.cutting_stages import solve
 from planner.schedule import keep_all
 from planner.simulate import simulate
-from planner.solvers.milp import Answer, Left, Milp, Outcome
+from planner.solvers.milp import Answer, Left, Outcome
 from planner.stages import climbing
 from planner.stages.climbing import Climb, Reached
 from planner.stages.events import halfway, tightest
@@ -259,11 +259,13 @@ def test_a_solve_that_is_left_ends() -> None:
     assert not thread.is_alive() and len(answers) == 1
 
 
-def test_a_left_solve_does_not_begin() -> None:
-    milp, left = Milp(), Left()
-    milp.binary(1.0)
+def test_a_solve_that_has_been_left_comes_to_nothing() -> None:
+    graph, budget_bytes = DEEP
+    left = Left()
     left.set()
-    assert milp.relax(time_limit_s=10.0, left=left).outcome in (Outcome.STOPPED, Outcome.SOLVED)
+    model = stage_model(with_end(graph), budget_bytes, [Event(36), Event(40), Event(48)])
+    answer, _ = relax(model, time_limit_s=10.0, left=left)
+    assert answer.outcome is Outcome.STOPPED and answer.values is None
 
 
 def overflowing(budget_bytes: int) -> tuple[Graph, Walk, Any]:

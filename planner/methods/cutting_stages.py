@@ -284,8 +284,10 @@ def _rounds(search: StageSearch) -> bool:
                 return False
             if reached is not None and search.is_far:
                 sequence, rows, round_.events = list(reached.sequence) or sequence, reached.rows, reached.events
-                if reached.is_last or search.done():
-                    return not search.done()
+                if search.done():
+                    return False
+                if reached.is_last:
+                    return True
                 continue
         if answer.values is None:
             return not search.done()
@@ -465,7 +467,7 @@ def _go_on_beside(search: StageSearch, climb: Climb, work: int) -> None:
     work  which has been done beside them so far
     """
     if search.best is None:
-        climb.by(work)
+        climb.by(work)  # what is proved by then counts all the same
     while search.is_far and not search.done():
         reached = climb.by(work)
         if not search.is_far or search.done():

@@ -94,14 +94,15 @@ def halfway(model: StageModel, graph: Graph, found: Walk, budget_bytes: int, mos
 def _due(graph: Graph) -> list[int]:
     """For each op, the bytes that it takes, and of what the backward pass has made before it and reads after it: that is dear to
     make again."""
+    size = [0 if x in graph.resident else value.size_bytes for x, value in enumerate(graph.values)]
     last = [readers[-1] if readers else -1 for readers in graph.consumers]
-    due, across = [], dict[int, int]()
+    is_late = [v >= 0 and graph.ops[v].backward for v in graph.producer]
+    due, across = [], 0
     for w, op in enumerate(graph.ops):
-        across = {x: size_bytes for x, size_bytes in across.items() if last[x] > w}
-        own = {x: graph.values[x].size_bytes for x in (*op.inputs, *op.outputs) if x not in graph.resident}
-        due.append(op.workspace_bytes + sum((across | own).values()))
-        if op.backward:
-            across.update((x, own[x]) for x in op.outputs)
+        across -= sum(size[x] for x in op.inputs if is_late[x] and last[x] == w)
+        stays = sum(size[x] for x in op.inputs if is_late[x] and last[x] > w)  # in ``across`` already
+        due.append(op.workspace_bytes + across - stays + sum(size[x] for x in (*op.inputs, *op.outputs)))
+        across += sum(size[x] for x in op.outputs if is_late[x] and last[x] > w)
     return due
 
 
