@@ -9,10 +9,11 @@ import pytest
 
 from graphs.synthetic import random_layered, random_training
 from planner import keep_all, simulate
+from planner.least.pebbling import fitting
 from planner.methods import cutting_stages
-from planner.schedule import computes, in_graph_order
+from planner.schedule import computes, in_graph_order, with_frees
 from planner.stages import mending
-from planner.stages.mending import mend, shorten
+from planner.stages.mending import mend, shorten, shorten_dear
 from planner.stages.search import StageSearch
 
 
@@ -47,6 +48,61 @@ def test_a_sequence_that_holds_too_much_leads_to_schedules_that_fit() -> None:
     mend(search, range(len(search.graph.ops)))
     mended_ns, _ = found(search)
     assert mended_ns >= search.base
+
+
+def pebbled(seed: int = 0) -> StageSearch:
+    """A search with what pebbling has found, which takes four times the keep-all time."""
+    graph = random_training(80, 5)
+    budget_bytes = int(0.45 * simulate(graph, keep_all(graph)).peak_bytes)
+    search = StageSearch(graph, budget_bytes, gap=0.0, time_limit_s=60.0, seed=seed)
+    search.offer(next(fitting(graph, budget_bytes)), "pebbling")
+    return search
+
+
+def test_a_dear_schedule_gets_much_cheaper() -> None:
+    search = pebbled()
+    dear_ns, _ = found(search)
+    assert dear_ns > 4 * search.base
+    shorten_dear(search)
+    assert found(search)[0] < 1.6 * search.base
+
+
+def test_walks_fit_what_is_nearly_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Annealing from a schedule that fits may end lower with too much in memory."""
+    search = pebbled()
+    before_ns, runs = found(search)
+    ended = mending._anneal(search, runs, mending.DEAR[0], mending.MOVES, search.deadline)
+    assert ended is not None and ended.excess_bytes == 0
+    nearly = simulate(search.graph, with_frees(search.graph, ended.nearly))
+    assert nearly.peak_bytes > search.budget_bytes and nearly.time_ns < ended.time_ns <= before_ns
+    annealed_ns, _ = found(search)
+    mending._walk(search, ended.nearly, 0, search.deadline)
+    assert found(search)[0] < annealed_ns
+
+    followed = list[tuple[list[int], int]]()
+    monkeypatch.setattr(mending, "_walk", lambda search, runs, work, until: followed.append((list(runs), work)))
+    shorten_dear(pebbled())
+    peaks = [simulate(search.graph, with_frees(search.graph, runs)).peak_bytes for runs, work in followed if not work]
+    assert max(peaks) > search.budget_bytes
+
+
+def test_without_a_schedule_nothing_is_shortened() -> None:
+    search = walking()
+    search.best = search.time_ns = None
+    shorten(search)
+    shorten_dear(search)
+    assert search.best is None and search.annealings == 0
+
+
+@pytest.mark.parametrize("seed", [0, 3])
+def test_a_dear_schedule_ends_alike(seed: int) -> None:
+    ends = []
+    for _ in range(2):
+        search = pebbled(seed)
+        shorten_dear(search)
+        assert "cut_short" not in search.notes
+        ends.append(found(search))
+    assert ends[0] == ends[1]
 
 
 @pytest.mark.parametrize("seed", [0, 3])

@@ -9,7 +9,7 @@ from planner.least.pebbling import fitting, least_peak
 from planner.least.smallest import fitting_next_to
 from planner.schedule import Schedule, computes, put_in_graph_order, with_frees
 from planner.stages.block_chain import block_schedule, is_chain
-from planner.stages.mending import shorten
+from planner.stages.mending import shorten_dear
 from planner.stages.model import Event, stage_model, walk
 from planner.stages.search import StageSearch
 
@@ -81,7 +81,7 @@ def pebble(search: StageSearch, least: Schedule | None) -> None:
             return
     if search.time_ns is None and least is not None:
         search.offer(least, "pebbling")
-    shorten(search, at_length=True)
+    shorten_dear(search)
     try_blocks(search, scarce=True)
 
 

@@ -33,11 +33,17 @@ IDLE = 12  # turns in a row that find nothing cheaper
 
 
 class Ended(NamedTuple):
-    """Where annealing ended; ``excess_bytes`` is the sum over its runs of what they hold beyond the budget."""
+    """Where annealing ended.
+
+    excess_bytes, time_ns, runs  of the cheapest sequence that fits, else of the last one; the first is what its runs hold beyond
+                                 the budget, all added up
+    nearly                       the last one, where it is cheaper than what fits
+    """
 
     excess_bytes: int
     time_ns: int
     runs: list[int]
+    nearly: Sequence[int] = ()
 
 
 def anneal_on(
@@ -60,9 +66,10 @@ def anneal_on(
         if found.best is not None:
             is_other = not in_graph_order(computes(found.best))
             search.offer(found.best, "annealing, in another order" if is_other else "annealing")
+    last = useful(search.graph, annealer.sequence)
     if found.best is None or found.time_ns is None:
-        return Ended(annealer.excess_bytes, annealer.time_ns, useful(search.graph, annealer.sequence))
-    return Ended(0, found.time_ns, list(computes(found.best)))
+        return Ended(annealer.excess_bytes, annealer.time_ns, last)
+    return Ended(0, found.time_ns, list(computes(found.best)), last if annealer.time_ns < found.time_ns else ())
 
 
 def search_orders(search: Incumbent, seed: int, deadline: float, *, anew: bool) -> list[int]:
