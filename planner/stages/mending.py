@@ -23,7 +23,8 @@ MOVES, MOVES_PER_OP, WORK, WORK_PER_OP, SHARE, MUCH = 1_000_000, 2_500, 500_000,
 # along sequences with at most so many runs times ops of the graph, and of the others; share of the time left; what share of the
 # way to the bound is much, for annealing and for annealing and walks by turns; so many turns in a row that find less end it.
 DEAR: tuple[Round, ...] = ((1.0, 0.05, 0.005, 100.0, 10_000.0), (1.0, 0.05, 0.005, 500.0, 10_000.0))
-FIRST_WORK, LONG, DEAR_WORK, DEAR_SHARE, MUCH_ANNEALED, MUCH_TURNED, IDLE = 300_000, 3_000_000, 100_000, 0.4, 0.1, 0.03, 3
+FIRST_WORK, LONG, DEAR_WORK, DEAR_SHARE, MUCH_ANNEALED, MUCH_TURNED, IDLE = 300_000, 5_000_000, 100_000, 0.5, 0.1, 0.03, 2
+WALK_SHARE = 0.3  # of that time, for walks that may come to nothing
 
 
 def shorten(search: StageSearch) -> None:
@@ -51,7 +52,7 @@ def shorten_dear(search: StageSearch) -> None:
     start = list(computes(search.best))
     ended = _anneal(search, start, LAST, MOVES, until)
     if ended is not None and len(ended.runs) * len(search.graph.ops) <= LONG:
-        _walk(search, ended.runs, FIRST_WORK, until)
+        _walk(search, ended.runs, FIRST_WORK, _some_time(until))
     goes_on, idle = _anneal_dear(search, start, until), 0
     while goes_on and idle < IDLE:
         before_ns, annealed_ns = search.distance_ns, math.inf
@@ -69,8 +70,14 @@ def _anneal_dear(search: StageSearch, runs: Sequence[int], until: float) -> bool
         if ended is None:
             return False
         if ended.nearly:
-            _walk(search, ended.nearly, 0, until)
+            _walk(search, ended.nearly, 0, _some_time(until))
     return True
+
+
+def _some_time(until: float) -> float:
+    """When a walk is to end that may come to nothing."""
+    now = time.perf_counter()
+    return now + WALK_SHARE * (until - now)
 
 
 def mend(search: StageSearch, runs: Sequence[int]) -> None:
@@ -102,10 +109,11 @@ def _walk(search: StageSearch, runs: Sequence[int], work: int, until: float) -> 
     """Walk along a sequence, in graph order if it has another, with so much work."""
     if in_graph_order(runs):
         search.follow(runs, work, until)
-        return
-    for waits in (True, False):
-        if waits or search.elsewhere:
-            search.follow(put_in_graph_order(search.graph, runs, waits=waits), work, until)
+    else:
+        for waits in (True, False):
+            if waits or search.elsewhere:
+                search.follow(put_in_graph_order(search.graph, runs, waits=waits), work, until)
+    search.tell_cut_short(time.perf_counter() >= until)
 
 
 def _moves(search: StageSearch) -> int:
