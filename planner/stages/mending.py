@@ -59,7 +59,8 @@ def shorten_dear(search: StageSearch) -> None:
         while goes_on and search.distance_ns <= (1 - MUCH_ANNEALED) * annealed_ns:
             annealed_ns = search.distance_ns
             goes_on = _anneal_dear(search, list(computes(search.best)), until)
-        _walk(search, list(computes(search.best)), DEAR_WORK, until)
+        if goes_on:
+            _walk(search, list(computes(search.best)), DEAR_WORK, until)
         idle = 0 if search.distance_ns <= (1 - MUCH_TURNED) * before_ns else idle + 1
 
 
