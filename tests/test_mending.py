@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -65,6 +66,9 @@ def test_a_dear_schedule_gets_much_cheaper() -> None:
     assert dear_ns > 4 * search.base
     shorten_dear(search)
     assert found(search)[0] < 1.6 * search.base
+    usual = pebbled()
+    shorten(usual)
+    assert found(search)[0] < found(usual)[0]
 
 
 def test_walks_fit_what_is_nearly_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,27 +98,33 @@ def test_without_a_schedule_nothing_is_shortened() -> None:
     assert search.best is None and search.annealings == 0
 
 
+def shortened_and_mended(seed: int) -> StageSearch:
+    search = walking(seed)
+    shorten(search)
+    mend(search, range(len(search.graph.ops)))
+    return search
+
+
+def shortened_dear(seed: int) -> StageSearch:
+    search = pebbled(seed)
+    shorten_dear(search)
+    return search
+
+
 @pytest.mark.parametrize("seed", [0, 3])
-def test_a_dear_schedule_ends_alike(seed: int) -> None:
+@pytest.mark.parametrize("searched", [shortened_and_mended, shortened_dear])
+def test_it_repeats(searched: Callable[[int], StageSearch], seed: int) -> None:
     ends = []
     for _ in range(2):
-        search = pebbled(seed)
-        shorten_dear(search)
+        search = searched(seed)
         assert "cut_short" not in search.notes
         ends.append(found(search))
     assert ends[0] == ends[1]
 
 
-@pytest.mark.parametrize("seed", [0, 3])
-def test_it_repeats(seed: int) -> None:
-    ends = []
-    for _ in range(2):
-        search = walking(seed)
-        shorten(search)
-        mend(search, range(len(search.graph.ops)))
-        assert "cut_short" not in search.notes
-        ends.append(found(search))
-    assert ends[0] == ends[1]
+def test_what_the_clock_takes_from_a_walk_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mending, "WALK_SHARE", 0.0)
+    assert "cut_short" in shortened_dear(0).notes
 
 
 def test_without_time_nothing_is_annealed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,10 +66,10 @@ def anneal_on(
         if found.best is not None:
             is_other = not in_graph_order(computes(found.best))
             search.offer(found.best, "annealing, in another order" if is_other else "annealing")
-    last = useful(search.graph, annealer.sequence)
     if found.best is None or found.time_ns is None:
-        return Ended(annealer.excess_bytes, annealer.time_ns, last)
-    return Ended(0, found.time_ns, list(computes(found.best)), last if annealer.time_ns < found.time_ns else ())
+        return Ended(annealer.excess_bytes, annealer.time_ns, useful(search.graph, annealer.sequence))
+    nearly = useful(search.graph, annealer.sequence) if annealer.time_ns < found.time_ns else ()
+    return Ended(0, found.time_ns, list(computes(found.best)), nearly)
 
 
 def search_orders(search: Incumbent, seed: int, deadline: float, *, anew: bool) -> list[int]:
