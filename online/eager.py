@@ -18,7 +18,7 @@ import os
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
 import torch
@@ -29,6 +29,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from graphs.errors import InputError
 from graphs.ir import Graph
 from graphs.torch_private.running import around_backwards, around_packing, before_fused, called_back_here, is_active
+from online.blocks.block import Block
 from online.blocks.calls import Calls
 from online.blocks.interposition import Operators, RawReads
 from online.blocks.keeping import Keeper
@@ -140,6 +141,17 @@ def _bytes_of(budget: int | str) -> int:
     raise InputError(f"budget {budget!r}: give bytes (6442450944 or '6GiB'); what a share is of is not known beforehand")
 
 
+class _Noting(contextlib.AbstractContextManager[None]):
+    """Around what a block notes down outside of operators; entered within another one, too."""
+
+    def __init__(self, block: Block) -> None:
+        self._block = block
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        if error is not None and not isinstance(error, Exception):
+            self._block.interrupted()
+
+
 class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
     """The block of ``with budget(...) as run``, and its record.
 
@@ -177,6 +189,7 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
         self._runs = Runs(engine, self._storages, self._keeper, self._record, costs)
         self._calls = Calls(engine, self._storages, self._keeper, self._outside, self._runs)
         self._operators = Operators(block, self._calls.call)
+        self._noting = _Noting(block)
         self._wall_s = 0.0
         self._alive: list[int] | None = None  # storages of the engine that are in memory at the end; None: not there yet
         self.torn = False  # Ctrl-C or another signal came in the middle of what is noted here
@@ -254,15 +267,9 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
             except BaseException:
                 continue
 
-    @contextlib.contextmanager
-    def noting(self) -> Iterator[None]:
+    def noting(self) -> contextlib.AbstractContextManager[None]:
         """Around what notes something down outside of operators."""
-        try:
-            yield
-        except BaseException as error:
-            if not isinstance(error, Exception):
-                self.interrupted()
-            raise
+        return self._noting
 
     def warn_without_budget(self) -> None:
         """Say that the block goes on without its budget."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from graphs.torch_private.names import tree_leaves
 from graphs.torch_private.running import current_stream
 from graphs.torch_private.tensors import is_zero_stand_in
-from online.blocks.estimates import BOUNDS, foreseen, remember, sizes_of
+from online.blocks.estimates import BOUNDS, alike, foreseen
 from online.blocks.keeping import Keeper
 from online.blocks.kinds import Kind, kind_of
 from online.blocks.outside import Outside
@@ -21,6 +21,7 @@ from online.engines.growing import GrowingEngine
 from planner.execution.draws import drawn, generator_state
 
 _NONE: dict[str, Any] = {}  # arguments by name of most calls
+_PLAIN = frozenset({int, bool, type(None)})  # classes of most arguments that are no tensors
 
 
 class Calls:
@@ -61,7 +62,13 @@ class Calls:
         read: list[Content] = []
         key: list[Any] = [kind]
         described = self._described
-        views = [described(argument, read, key) for argument in args]
+        views: list[Any] = []
+        for argument in args:
+            if type(argument) in _PLAIN:
+                key += (type(argument), argument)
+                views.append(argument)
+            else:
+                views.append(described(argument, read, key))
         named = _NONE
         if kwargs:
             named = {name: described(argument, read, key) for name, argument in kwargs.items()}
@@ -80,14 +87,13 @@ class Calls:
         if self._blank:
             self._keep_filled(kind, read, written)
 
-        full = tuple(key)
+        calls = alike(tuple(key))
         sizes: tuple[int, ...] | None = ()
         if not kind.gives_back:
-            sizes = sizes_of.get(full)
+            sizes = calls.sizes
             if sizes is None:
                 sizes = (BOUNDS[kind.name](*args),) if kind.name in BOUNDS else foreseen(func, args, kwargs)
-                if sizes is not None:
-                    remember(full, sizes)
+                calls.sizes = sizes
             if sizes == () and not written and not kind.acts:
                 return self._look(kind, func, args, kwargs)
 
@@ -119,7 +125,7 @@ class Calls:
             read = [content for content in read if content not in scratch]
         self._runs.begun = False
         try:
-            result = self._runs.run(kind, full, sizes, read, written, scratch, recipe, func, args, kwargs)
+            result = self._runs.run(kind, calls, sizes, read, written, scratch, recipe, func, args, kwargs)
         except BaseException as error:
             if self._runs.begun and written:
                 for content in written:
@@ -182,6 +188,9 @@ class Calls:
                     return argument
             return View((content, shape, stride, argument.storage_offset(), dtype, conjugate, negated, keeps))
         if isinstance(argument, list | tuple):
+            if all(type(entry) is int for entry in argument):
+                key += (int, tuple(argument))
+                return list(argument)
             key.append(len(argument))
             return [self._described(entry, read, key) for entry in argument]
         key += (type(argument), None) if isinstance(argument, float) and read else (type(argument), argument)

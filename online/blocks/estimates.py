@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import flop_registry
 
 from graphs.costs import DEVICES, DeviceDescription
 from graphs.errors import InputError
@@ -19,9 +19,36 @@ from graphs.torch_private.stand_ins import quiet_stand_ins
 from online.blocks.recipes import new_storages
 from planner.process.pauses import no_collections
 
-Key = tuple[Any, ...]
-sizes_of: dict[Key, tuple[int, ...]] = {}  # bytes of the storages that calls with this key made
-MOST_KEYS = 100_000
+MOST_KINDS = 100_000  # of calls that are remembered
+
+
+class Alike:
+    """All calls of one operator with the same shapes, strides, dtypes and other arguments.
+
+    sizes    bytes of the storages they make; None: not known
+    time_ns  what one costs by the roofline; 0: not computed yet
+    """
+
+    __slots__ = ("sizes", "time_ns")
+
+    def __init__(self) -> None:
+        self.sizes: tuple[int, ...] | None = None
+        self.time_ns = 0
+
+
+_alike: dict[tuple[Any, ...], Alike] = {}  # in this process: a loop makes a block of each step
+
+
+def alike(key: tuple[Any, ...]) -> Alike:
+    """The calls with this key."""
+    found = _alike.get(key)
+    if found is None:
+        if len(_alike) >= MOST_KINDS:
+            _alike.clear()
+        found = _alike[key] = Alike()
+    return found
+
+
 BOUNDS: Mapping[str, Callable[..., int]] = {  # the most an op can make whose result depends on what it reads
     "aten.nonzero": lambda t: t.numel() * t.dim() * 8,
     "aten.masked_select": lambda t, mask: _together(t, mask) * t.element_size(),
@@ -31,13 +58,6 @@ BOUNDS: Mapping[str, Callable[..., int]] = {  # the most an op can make whose re
 def _together(*tensors: Tensor) -> int:
     """Elements of tensors that are broadcast against each other."""
     return math.prod(torch.broadcast_shapes(*(t.shape for t in tensors)))  # type: ignore[no-untyped-call]
-
-
-def remember(key: Key, sizes: tuple[int, ...]) -> None:
-    """Note what a call with this key made."""
-    if len(sizes_of) >= MOST_KEYS:
-        sizes_of.clear()
-    sizes_of[key] = sizes
 
 
 def foreseen(func: Any, args: Any, kwargs: Any) -> tuple[int, ...] | None:
@@ -67,32 +87,18 @@ def counted_bytes(storage: UntypedStorage) -> int:
 _CPU = torch.device("cpu")  # comparing with it takes a fraction of the time of asking for the type
 
 
-class CostModel:
-    """Modelled op times: the roofline of ``graphs.costs``, computed once for each kind of call."""
-
-    def __init__(self) -> None:
-        self._formulas = FlopCounterMode(display=False).flop_registry
-        self._known: dict[Key, int] = {}
-
-    def time_ns(self, key: Key, func: Any, args: Any, kwargs: Any, result: Any) -> int:
-        """Of a call with this key, and with the others like it."""
-        if key not in self._known:
-            if len(self._known) >= MOST_KEYS:
-                self._known.clear()
-            self._known[key] = self._compute_ns(func, args, kwargs, result)
-        return self._known[key]
-
-    def _compute_ns(self, func: Any, args: Any, kwargs: Any, result: Any) -> int:
-        touched = [leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, Tensor)]
-        if not touched:
-            return 1
-        device = _described(touched[0].device)
-        formula = self._formulas.get(func.overloadpacket)
-        flops = int(formula(*args, **kwargs, out_val=result)) if formula else 0
-        dtypes = [str(t.dtype).removeprefix("torch.") for t in touched if t.dtype.is_floating_point]
-        rate = device.peak_flops.get(dtypes[0] if dtypes else "float32", device.peak_flops["float32"])
-        moved = sum(t.numel() * t.element_size() for t in touched)
-        return max(1, round(max(flops / rate, moved / device.bandwidth_bytes_per_s) * 1e9) + device.launch_ns)
+def modelled_ns(func: Any, args: Any, kwargs: Any, result: Any) -> int:
+    """What a call costs by the roofline of ``graphs.costs``."""
+    touched = [leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, Tensor)]
+    if not touched:
+        return 1
+    device = _described(touched[0].device)
+    formula = flop_registry.get(func.overloadpacket)
+    flops = int(formula(*args, **kwargs, out_val=result)) if formula else 0
+    dtypes = [str(t.dtype).removeprefix("torch.") for t in touched if t.dtype.is_floating_point]
+    rate = device.peak_flops.get(dtypes[0] if dtypes else "float32", device.peak_flops["float32"])
+    moved = sum(t.numel() * t.element_size() for t in touched)
+    return max(1, round(max(flops / rate, moved / device.bandwidth_bytes_per_s) * 1e9) + device.launch_ns)
 
 
 @functools.cache

@@ -102,6 +102,8 @@ _WRITES = {getattr(Tensor, name) for name in ("apply_", "map2_", "map_")}  # to 
 _GATHERS = {getattr(Tensor, name) for name in ("new", "new_tensor", "tensor_split")}
 _GATHERS |= {torch.tensor, torch.as_tensor, torch.asarray, torch.tensor_split}
 _INDEXES = {Tensor.__getitem__, Tensor.__setitem__}
+_PADS = {cast(Any, torch)._VF._pad_packed_sequence}
+_NOTED = _OPENS | _READS | _WRITES | _GATHERS | _INDEXES | _PADS  # all others pass
 
 
 def _holds_list(index: object) -> bool:
@@ -128,9 +130,9 @@ class RawReads(TorchFunctionMode):
         self._keeper = keeper
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._block.torn:
-            return func(*args, **(kwargs or {}))
-        if getattr(func, "__name__", "") == "_pad_packed_sequence" and self._block.budget_bytes is not None:
+        if func not in _NOTED or self._block.torn:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        if func in _PADS and self._block.budget_bytes is not None:
             raise InputError(
                 "pad_packed_sequence cannot run under a budget: it writes past the dispatcher to a tensor it has made"
             )
@@ -139,7 +141,7 @@ class RawReads(TorchFunctionMode):
                 for tensor in tensors_in(unwrapped(args[0])):
                     if self._outside.knows_bytes(tensor):
                         (self._keeper.open if func in _SHARES else self._keeper.fix)(self._outside.content(tensor), func.__name__)
-        elif func in _READS or func in _WRITES or func in _GATHERS or (func in _INDEXES and _holds_list(args[1])):
+        elif func not in _PADS and (func not in _INDEXES or _holds_list(args[1])):
             with self._block.noting():
                 read = [self._outside.content(tensor) for tensor in _listed([*args, *(kwargs or {}).values()])]
                 if func in _WRITES and read:

@@ -102,9 +102,13 @@ class Keeper:
 
     def keep(self, content: Content, name: str) -> None:
         """From now on a content stays in memory until the program drops it."""
-        engine = self._engine
-        if content.number not in engine.kept:
-            self.guarded(name, engine.keep_until_dropped, content.number)
+        engine, number = self._engine, content.number
+        if number in engine.kept:
+            return
+        if engine.resident[number]:  # nothing has to go for it
+            engine.keep_until_dropped(number)
+        else:
+            self.guarded(name, engine.keep_until_dropped, number)
 
     def fix(self, content: Content, name: str) -> None:
         """A content is about to be written over without a new version of it: it, and what can be made again only from what it

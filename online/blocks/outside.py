@@ -21,7 +21,7 @@ from online.blocks.kinds import GIVEN
 from online.blocks.recipes import STRIDED, Content, WithoutMemory, check_layout
 from online.blocks.record import Record
 from online.blocks.storages import Storages
-from online.blocks.tensors import tensors_in
+from online.blocks.tensors import modules_in, tensors_in
 from online.engines.growing import GrowingEngine
 
 
@@ -49,6 +49,7 @@ class Outside:
         self._record = record
         self._interposed = interposed
         self._seen_modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._hooks: list[Any] = []  # on parameters, removed at the end
 
     def content(self, tensor: Tensor) -> Content:
         """What the storage of a tensor holds now; a storage not seen before was made outside the block. Raises WithoutMemory."""
@@ -98,8 +99,9 @@ class Outside:
             if opened and not opened.isdisjoint([each.number for each in given.around(storage.data_ptr())]):
                 opened.add(s)  # an array of what was opened comes back
         if tensor.is_leaf and tensor.requires_grad:
-            handle = tensor.register_post_accumulate_grad_hook(self._keep_gradient)  # type: ignore[no-untyped-call]
-            self._interposed.callback(handle.remove)
+            if not self._hooks:
+                self._interposed.callback(self._remove_hooks)
+            self._hooks.append(tensor.register_post_accumulate_grad_hook(self._keep_gradient))  # type: ignore[no-untyped-call]
         return content
 
     def check_start(self) -> None:
@@ -114,15 +116,16 @@ class Outside:
         if module in self._seen_modules or not self._block.is_here():
             return
         with self._block.noting(), without_torch_function():
-            for part in module.modules():
-                self._seen_modules.add(part)
+            parts = modules_in(module)
+            self._seen_modules.update(parts)
             for tensor in tensors_in(module):
                 if not is_functorch_wrapped(tensor):  # what it stands for is met where operators read it
                     self.meet(tensor, resident=True)
             self.check_start()
-            for parameter in module.parameters():
-                for gradient in () if is_lazy(parameter) or parameter.grad is None else tensors_in(parameter.grad):
-                    self.meet(gradient)
+            for parameter in [each for part in parts for each in (part._parameters or {}).values()]:
+                if parameter is not None and not is_lazy(parameter) and parameter.grad is not None:
+                    for gradient in tensors_in(parameter.grad):
+                        self.meet(gradient)
 
     def keep_state(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """After a step of an optimizer: its state stays, as it could be made again only from the gradients of all steps."""
@@ -132,10 +135,16 @@ class Outside:
 
     def _keep_gradient(self, leaf: Tensor) -> None:
         """A gradient has reached its parameter. It is to be there at the end, and what it came from is about to go."""
-        if leaf.grad is not None and leaf.grad.layout is torch.strided and self._block.is_here():
-            with self._block.noting(), without_torch_function():
-                for gradient in tensors_in(leaf.grad):
-                    self._keeper.keep(self.content(gradient), "a gradient")
+        with without_torch_function():
+            grad = leaf.grad
+            if grad is not None and grad.layout is STRIDED and self._block.is_here():
+                with self._block.noting():
+                    for gradient in tensors_in(grad):
+                        self._keeper.keep(self.content(gradient), "a gradient")
+
+    def _remove_hooks(self) -> None:
+        while self._hooks:
+            self._hooks.pop().remove()
 
     def forget_modules(self) -> None:
         """At the end of the block."""

@@ -13,7 +13,7 @@ from graphs.errors import InputError
 from graphs.torch_private.names import no_dispatch
 from graphs.torch_private.running import in_backward
 from graphs.torch_private.tensors import REPLACES_IN_PLACE, replace_content
-from online.blocks.estimates import BOUNDS, CostModel, Key, counted_bytes, remember
+from online.blocks.estimates import BOUNDS, Alike, counted_bytes, modelled_ns
 from online.blocks.keeping import Keeper
 from online.blocks.kinds import Kind, kind_of
 from online.blocks.recipes import Content, Recipe, new_storages
@@ -39,7 +39,7 @@ class _Running:
     """An op that the engine makes room for: its number, the call, what it is to make, and workspace that is none of its own."""
 
     op: int
-    key: Key
+    calls: Alike
     func: Any
     args: Any
     kwargs: Any
@@ -65,7 +65,6 @@ class Runs:
         self._record = record
         self._log = record.log
         self._costs = costs
-        self._model = CostModel()
         self.workspaces = learned_workspaces()
         self.begun = False
         self.over: tuple[str, int] | None = None
@@ -76,7 +75,7 @@ class Runs:
     def run(
         self,
         kind: Kind,
-        key: Key,
+        calls: Alike,
         sizes: tuple[int, ...] | None,
         read: list[Content],
         written: list[Content],
@@ -93,16 +92,16 @@ class Runs:
         copies_bytes = sum([content.size_bytes for content in scratch]) if scratch else 0
         all_sizes = before + sizes if sizes is not None else ()
         other_bytes = copies_bytes if REPLACES_IN_PLACE else copies_bytes + max(all_sizes, default=0)
-        workspace = None if self.workspaces is None else self.workspaces.of(key)
+        workspace = None if self.workspaces is None else self.workspaces.of(calls)
         workspace_bytes = other_bytes if workspace is None else other_bytes + workspace.size_bytes
         entry = kind.entries[recipe is None][in_backward()]
         has_run = False
         if sizes is None:
             with self._keeper.held(kind.name, reads):
-                result, _, _, took_ns = self._timed(key, workspace, func, args, kwargs)
+                result, _, _, took_ns = self._timed(calls, workspace, func, args, kwargs)
             has_run = True
         elif engine.fits(reads, sum(all_sizes) + workspace_bytes):
-            result, made, made_bytes, took_ns = self._timed(key, workspace, func, args, kwargs)
+            result, made, made_bytes, took_ns = self._timed(calls, workspace, func, args, kwargs)
             if made_bytes == sizes:
                 if workspace is not None and other_bytes + workspace.size_bytes > workspace_bytes:
                     workspace_bytes = other_bytes + workspace.size_bytes
@@ -115,7 +114,7 @@ class Runs:
         if not has_run:
             assert sizes is not None
             op = self._record.declare(entry, reads, all_sizes, workspace_bytes)
-            self._running = _Running(op, key, func, args, kwargs, sizes, workspace, other_bytes)
+            self._running = _Running(op, calls, func, args, kwargs, sizes, workspace, other_bytes)
             try:
                 self._keeper.guarded(kind.name, engine.call, op)
             except _Surprise as caught:
@@ -133,12 +132,12 @@ class Runs:
             self._note(kind.name, engine.used_bytes + sum(sizes) + (0 if workspace is None else workspace.size_bytes))
             self._keeper.guarded(kind.name, engine.call, op)
             if kind.name not in BOUNDS:
-                remember(key, sizes)
+                calls.sizes = sizes
         self._bind(op, written, made, recipe)
         return result
 
     def _timed(
-        self, key: Key, workspace: Workspace | None, func: Any, args: Any, kwargs: Any
+        self, calls: Alike, workspace: Workspace | None, func: Any, args: Any, kwargs: Any
     ) -> tuple[Any, list[UntypedStorage], tuple[int, ...], int]:
         """Run an op for the first time: its result, the new storages in it, their bytes, and the time it takes."""
         before = None if workspace is None else workspace.before(args, kwargs)
@@ -149,7 +148,9 @@ class Runs:
         made = self._new_storages(result)
         sizes = (counted_bytes(made[0]),) if len(made) == 1 else tuple([counted_bytes(storage) for storage in made])
         if self._costs == "modelled" or (self._costs is None and made and made[0].device.type == "cuda"):
-            took_ns = self._model.time_ns(key, func, args, kwargs, result)
+            if not calls.time_ns:
+                calls.time_ns = modelled_ns(func, args, kwargs, result)
+            took_ns = calls.time_ns
         if workspace is not None and before is not None:
             workspace.learn(before, sum([storage.nbytes() for storage in made]), len(made))
         return result, made, sizes, took_ns
@@ -198,7 +199,7 @@ class Runs:
         running = self._running
         if running is not None and running.op == op:
             func, workspace = running.func, running.workspace
-            call = self._timed(running.key, workspace, func, running.args, running.kwargs)
+            call = self._timed(running.calls, workspace, func, running.args, running.kwargs)
             self._result, self._made, made_bytes, took_ns = call
             if made_bytes != running.sizes:
                 raise _Surprise(self._result, took_ns)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from graphs.rewriting.sizes import cuda_bytes
 from graphs.torch_private.names import tree_leaves
-from online.blocks.estimates import MOST_KEYS, Key
+from online.blocks.estimates import MOST_KINDS, Alike
 
 _LOOKS = 2
 
@@ -91,15 +91,15 @@ class Workspaces:
     def __init__(self, allocator: Allocator = requested, device_type: str = "cuda") -> None:
         self.allocator = allocator
         self.device_type = device_type
-        self._known: dict[Key, Workspace] = {}
+        self._known: dict[Alike, Workspace] = {}
 
-    def of(self, key: Key) -> Workspace:
-        """Of the calls with this key."""
-        workspace = self._known.get(key)
+    def of(self, calls: Alike) -> Workspace:
+        """Of calls that are alike."""
+        workspace = self._known.get(calls)
         if workspace is None:
-            if len(self._known) >= MOST_KEYS:
+            if len(self._known) >= MOST_KINDS:
                 self._known.clear()
-            workspace = self._known[key] = Workspace(self)
+            workspace = self._known[calls] = Workspace(self)
         return workspace
 
 

@@ -45,15 +45,6 @@ class GrowingEngine(Engine):
         self.thrash_limit = thrash_limit
         self._declared = 0
 
-    def declare_storage(self, size_bytes: int) -> int:
-        """A new storage and the tensor of that number."""
-        s = self._declared
-        if s == len(self.size_bytes):
-            self._grow()
-        self._declared = s + 1
-        self.size_bytes[s] = self._weight[s] = size_bytes
-        return s
-
     def _grow(self) -> None:
         first = len(self.size_bytes)
         numbers = range(first, first + _BLOCK)
@@ -69,9 +60,13 @@ class GrowingEngine(Engine):
 
     def declare(self, reads: tuple[int, ...], sizes: tuple[int, ...], workspace_bytes: int, time_ns: int = 0) -> int:
         """A new op that makes new storages of these sizes: its number."""
-        op = len(self._inputs)
-        makes = tuple([self.declare_storage(size) for size in sizes])
-        for s in makes:
+        op, first = len(self._inputs), self._declared
+        self._declared = first + len(sizes)
+        while self._declared > len(self.size_bytes):
+            self._grow()
+        makes = tuple(range(first, self._declared))
+        for s, size in zip(makes, sizes, strict=True):
+            self.size_bytes[s] = self._weight[s] = size
             self._producer[s] = op
         self._inputs.append(reads)
         self._reads.append(reads)
@@ -84,7 +79,11 @@ class GrowingEngine(Engine):
 
     def holds(self, size_bytes: int) -> int:
         """A new storage that is there from the start and never goes: its number."""
-        s = self.declare_storage(size_bytes)
+        s = self._declared
+        if s == len(self.size_bytes):
+            self._grow()
+        self._declared = s + 1
+        self.size_bytes[s] = self._weight[s] = size_bytes
         self._pinned[s] = self._defined[s] = True
         self.kept.add(s)
         self.preload(s)
