@@ -296,10 +296,16 @@ def bind(step: Step, inputs: Inputs, tangent: Tensor | None = None, *, detached:
 def bind_again(step: Step, inputs: Inputs) -> list[Tensor] | None:
     """``bind`` for a call whose tensors are like those of one before, not detached; None where something differs.
 
-    Whether the model was edited is not looked at: ``step.fingerprint.check()`` has to follow before results count. That takes as
-    long as some ops, and a device can have work meanwhile.
+    ``check_late`` has to follow before results count. That takes as long as some ops, and a device can have work meanwhile.
     """
     return step._binding.again(leaves_like(step.form, inputs))
+
+
+def check_late(step: Step, bound: Sequence[Tensor]) -> None:
+    """What ``bind_again`` leaves open: whether the model was edited, and whether something lies in the memory of a buffer that
+    changes. Raises InputError."""
+    step.fingerprint.check()
+    step._binding.check_apart(bound)
 
 
 def _sources(

@@ -8,6 +8,7 @@ and there are no free instructions: the generated code says ``x = None``, and re
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,9 +18,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, fx, nn
 
-from graphs.capture import Inputs, Step, bind, bind_again
+from graphs.capture import Inputs, Step, bind, bind_again, check_late
 from graphs.errors import InputError
-from graphs.torch_private.running import left_to_run
+from graphs.torch_private.running import apply_function, left_to_run
 from graphs.tracing.body import region_of
 from graphs.tracing.inputs import is_of
 from planner.execution.draws import generators_of, undone_on_failure
@@ -183,14 +184,13 @@ class PlannedModule(nn.Module):
             inputs = inputs_of_call(self.step, args, kwargs)
             unchecked = bind_again(self.step, inputs) if self._checks_late else None
             bound = bind(self.step, inputs, detached=False) if unchecked is None else unchecked
-            check = None if unchecked is None else self.step.fingerprint.check
+            check = None if unchecked is None else functools.partial(check_late, self.step, bound)
             for i in self._tangents:
                 bound[i] = self._no_tangent  # autograd brings the real one, and one is all the plan counts
             undo = Undo(self._generators)
             try:
                 if torch.is_grad_enabled():
-                    tensors = (bound[i] for i in self._trained)
-                    loss = _Train.apply(self, undo, check, bound, *tensors)  # type: ignore[no-untyped-call]
+                    loss = apply_function(_Train, self, undo, check, bound, *[bound[i] for i in self._trained])
                 else:
                     loss = self._run_forward(bound, undo, check)[0]
                 for leftover in self.step.leftovers:

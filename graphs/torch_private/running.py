@@ -51,6 +51,14 @@ def left_to_run(function: F) -> F:
     return function
 
 
+def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """``function.apply(*args)`` for tensors that have nothing to do with ``torch.func``: they are not looked through for any that
+    have, which takes as long as some ops where they are many."""
+    if torch._C._are_functorch_transforms_active():
+        return function.apply(*args)  # type: ignore[no-untyped-call]
+    return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
+
+
 def in_backward() -> bool:
     """Whether autograd is running a backward pass in this thread."""
     return torch._C._current_graph_task_id() != -1

@@ -108,12 +108,13 @@ class Binding:
             self._check_one_by_one(bound)
             self._like_before.remember(bound)
         self._check_together(bound)
+        self.check_apart(bound)
         if detached:
             bound = [tensor if place is None else tensor.detach() for place, tensor in zip(self._places, bound, strict=True)]
         return bound
 
     def again(self, leaves: Sequence[Any]) -> list[Tensor] | None:
-        """The same, not detached, where all is like in a call before; else None."""
+        """The same, not detached, where all is like in a call before; else None. ``check_apart`` has to follow."""
         bound = self._found(leaves, None)
         if not self._like_before.match(bound):
             return None
@@ -145,11 +146,11 @@ class Binding:
             if storage_key(bound[i]) != storage_key(bound[j]):
                 names = f"{self._sources[i].name} and {self._sources[j].name}"
                 raise InputError(f"{names} shared their memory when the step was captured, and now do not; capture it again")
-        if self._written:
-            self._check_apart(bound)
 
-    def _check_apart(self, bound: list[Tensor]) -> None:
+    def check_apart(self, bound: Sequence[Tensor]) -> None:
         """Refuse that something lies in the memory of a buffer that changes, where it did not when the step was captured."""
+        if not self._written:
+            return
         changing: dict[int, tuple[int, int]] = {}
         for i, value in self._written:
             j, known = changing.setdefault(storage_key(bound[i]), (i, value))

@@ -8,6 +8,7 @@ code uses the latter wherever a trial shows that they end in the very same opera
 from __future__ import annotations
 
 import types
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -15,6 +16,40 @@ from torch import Tensor, fx
 
 from graphs.rewriting.rewrites import bernoulli
 from graphs.torch_private.names import OpOverload, TorchDispatchMode, tree_leaves
+
+aten = torch.ops.aten
+# Batch norms that make new running statistics: which output is the first of these, and the call that makes those before alone.
+_WITHOUT_STATISTICS: dict[Any, tuple[int, Callable[..., tuple[Any, tuple[Any, ...]]]]] = {
+    aten._native_batch_norm_legit_functional.default: (
+        3,
+        lambda data, weight, bias, mean, var, training, momentum, eps: (
+            aten._native_batch_norm_legit.no_stats,
+            (data, weight, bias, training, momentum, eps),
+        ),
+    ),
+    aten._batch_norm_with_update_functional.default: (  # in a graph only where it takes cuDNN's kernel
+        4,
+        lambda data, weight, bias, mean, var, momentum, eps: (
+            aten.cudnn_batch_norm.default,
+            (data, weight, bias, None, None, True, momentum, eps),
+        ),
+    ),
+}
+
+
+def without_statistics(call: fx.Node, args: tuple[Any, ...], read: Iterable[int]) -> tuple[Any, tuple[Any, ...]] | None:
+    """Target and arguments of a batch norm that makes the outputs ``read`` of another one, ``call`` with other arguments, but no
+    new running statistics; None where ``call`` is none, or where those are among what is read.
+
+    It is the same kernel, without copies of the old statistics for it to write to. Most runs again are for the output alone.
+    """
+    if call.target not in _WITHOUT_STATISTICS:
+        return None
+    first, other = _WITHOUT_STATISTICS[call.target]
+    if any(output >= first for output in read) or args[5] is False:  # in evaluation it reads the old ones
+        return None
+    return other(*args)
+
 
 _known: dict[tuple[Any, ...], tuple[str, Any]] = {}
 
