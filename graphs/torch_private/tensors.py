@@ -53,9 +53,18 @@ class SameTensors:
         return self._guards is not None and bool(self._guards.check(*tensors))
 
 
-def copy_all(targets: list[Tensor], contents: list[Tensor]) -> None:
-    """``target.copy_(content)`` for each pair; none may overlap another."""
-    torch._foreach_copy_(targets, contents)
+def copy_all(targets: Sequence[Tensor], contents: Sequence[Tensor]) -> None:
+    """``target.copy_(content)`` for each pair; none may overlap another.
+
+    Those of one type go together, as a GPU copies tensors of several types one after the other.
+    """
+    alike: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+    for target, content in zip(targets, contents, strict=True):
+        pairs = alike.setdefault(target.dtype, ([], []))
+        pairs[0].append(target)
+        pairs[1].append(content)
+    for pairs in alike.values():
+        torch._foreach_copy_(*pairs)
 
 
 REPLACES_IN_PLACE = hasattr(torch.UntypedStorage, "_swap_data_ptr_")  # from torch 2.12 on

@@ -32,7 +32,8 @@ class Undo:
 
     def replace_all(self, buffers: list[Tensor], new: list[Tensor]) -> list[Tensor]:
         """``replace`` for buffers that do not overlap, at once: with all copies in memory beside what is new."""
-        old = [buffer.clone() for buffer in buffers]
+        old = [torch.empty_like(buffer) for buffer in buffers]
+        copy_all(old, buffers)
         self._copied += zip(buffers, old, strict=True)
         copy_all(buffers, new)
         return old
