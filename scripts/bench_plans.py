@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -85,6 +85,24 @@ def cases(only: Sequence[str], data: str | None) -> Iterator[Case]:
                 yield Case(replace(random_layered(name, seed=0), name=label), LAYERED_SHARES, LIMIT_S, any_order=any_order)
 
 
+def solve_all(path: str, wanted: Iterable[Case], time_limit_s: float | None = None) -> None:
+    """Add a row for every case and budget that has none in the file yet.
+
+    time_limit_s  for each budget; None: that of its case
+    """
+    with closing(RowFile(path)) as file:
+        made = {(row["graph"], row["budget_bytes"]) for row in file.rows}
+        for case in wanted:
+            peak_bytes = simulate(case.graph, keep_all(case.graph)).peak_bytes
+            for budget in case.budgets:
+                budget_bytes = resolve_budget(budget, peak_bytes)
+                if (case.graph.name, budget_bytes) not in made:
+                    limit_s = time_limit_s or case.time_limit_s
+                    plan = solve(case.graph, budget_bytes, gap=case.gap, time_limit_s=limit_s, any_order=case.any_order)
+                    file.append({**plan.row(), "ops": len(case.graph.ops)})
+                    print(_line(plan, budget_bytes / peak_bytes), flush=True)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the rows; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -95,17 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
 
     def work() -> int:
-        with closing(RowFile(arguments.out)) as file:
-            made = {(row["graph"], row["budget_bytes"]) for row in file.rows}
-            for case in cases(arguments.only, arguments.data):
-                peak_bytes = simulate(case.graph, keep_all(case.graph)).peak_bytes
-                for budget in case.budgets:
-                    budget_bytes = resolve_budget(budget, peak_bytes)
-                    if (case.graph.name, budget_bytes) not in made:
-                        limit_s = arguments.time_limit or case.time_limit_s
-                        plan = solve(case.graph, budget_bytes, gap=case.gap, time_limit_s=limit_s, any_order=case.any_order)
-                        file.append({**plan.row(), "ops": len(case.graph.ops)})
-                        print(_line(plan, budget_bytes / peak_bytes), flush=True)
+        solve_all(arguments.out, cases(arguments.only, arguments.data), arguments.time_limit)
         return 0
 
     return ended("bench_plans", work)

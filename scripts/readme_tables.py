@@ -26,6 +26,14 @@ Drawn from `benchmarks/plans.jsonl` by `python -m belady.readme_tables`; made by
 every schedule with the graph's order of first executions. INFEASIBLE holds for every order; UNKNOWN: nothing found in time.
 
 """
+OTHERS = """
+
+# Networks that are no workloads
+
+Small networks of published kinds that the planner was not tuned on, 19 s for each budget (`benchmarks/others.jsonl`, made by
+`python -m belady.bench_others`).
+
+"""
 GRID = """
 
 # Budgets in small steps
@@ -259,6 +267,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def work() -> int:
         page = PLANS + planned(read_rows(ROOT / "benchmarks" / "plans.jsonl"))
+        others = read_rows(ROOT / "benchmarks" / "others.jsonl")
+        page += OTHERS + summarised(others) + "\n\n" + planned(others) + "\n"
         page += GRID + stepped(read_rows(ROOT / "benchmarks" / "grid.jsonl")) + "\n"
         page += LEAST + smallest(read_rows(ROOT / "benchmarks" / "least.jsonl")) + "\n"
         page += LAYERED + layered(read_rows(ROOT / "benchmarks" / "layered.jsonl")) + "\n"

@@ -37,9 +37,9 @@ _WITHOUT_STATISTICS: dict[Any, tuple[int, Callable[..., tuple[Any, tuple[Any, ..
 }
 
 
-def without_statistics(call: fx.Node, args: tuple[Any, ...], read: Iterable[int]) -> tuple[Any, tuple[Any, ...]] | None:
-    """Target and arguments of a batch norm that makes the outputs ``read`` of another one, ``call`` with other arguments, but no
-    new running statistics; None where ``call`` is none, or where those are among what is read.
+def without_statistics(call: fx.Node, args: tuple[Any, ...], read: Iterable[int]) -> tuple[Any, tuple[Any, ...], int] | None:
+    """A batch norm that makes the outputs ``read`` of another one, ``call`` with other arguments, but no new running statistics:
+    target, arguments and number of outputs; None where ``call`` is none, or where statistics are among what is read.
 
     It is the same kernel, without copies of the old statistics for it to write to. Most runs again are for the output alone.
     """
@@ -48,7 +48,7 @@ def without_statistics(call: fx.Node, args: tuple[Any, ...], read: Iterable[int]
     first, other = _WITHOUT_STATISTICS[call.target]
     if any(output >= first for output in read) or args[5] is False:  # in evaluation it reads the old ones
         return None
-    return other(*args)
+    return *other(*args), first
 
 
 _known: dict[tuple[Any, ...], tuple[str, Any]] = {}
