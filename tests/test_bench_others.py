@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from belady import bench_others
 from belady.others import OTHERS, other_graph
 from belady.rows import read_rows
-
 from graphs.errors import InputError
 from graphs.workloads import build
 
