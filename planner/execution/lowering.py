@@ -119,11 +119,11 @@ class Code:
             read = [cast(int, user.args[1]) for user in copy.users]
             other = without_statistics(call, copy.args, read) if read else None
             if other is not None:
-                target, args, outputs = other
+                target, args, count = other
                 with self.graph.inserting_before(copy):
                     alone = self.graph.call_function(target, args)
                 alone.op, alone.target = quickest(alone)
-                alone.meta = {**copy.meta, "val": copy.meta["val"][:outputs]}
+                alone.meta = {**copy.meta, "val": copy.meta["val"][:count]}
                 copy.replace_all_uses_with(alone)
                 self.graph.erase_node(copy)
         self.graph.set_codegen(BoxedCodeGen())
