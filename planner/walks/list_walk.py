@@ -37,6 +37,7 @@ MOST_STEPS = 100_000_000  # values and ancestors looked at, a second or two: not
 STEPS_PER_S, LEAST_S = 50_000_000, 0.02  # about as many; and time for the walk that begins when time is up
 MANY, SPARE = 2_000, 256  # where more are present, whole walks empty a share of the room at once: all are looked at for that
 LEAST_NS = 1e-9  # what an op of no time counts in a score: were it nothing, no factor would tell such values apart
+NEVER = -1  # in place of a next use; odd, as it is no read
 SOON = 1e-200  # factor of a score where the route makes the value again anyway; any weight in use is between 1e-100 and 1e100
 
 
@@ -243,9 +244,9 @@ def _drop(v, present, inside, place, inside_count):  # type: ignore[no-untyped-d
 
 
 @untyped
-def _sift(k, count, score, rate, candidates):  # type: ignore[no-untyped-def]  # pragma: no cover
+def _sift(k, count, score, candidates):  # type: ignore[no-untyped-def]  # pragma: no cover
     """Move entry ``k`` of a heap down to its place: the least score is at the top, of equal ones that of the lower value."""
-    moved_score, moved_rate, moved = score[k], rate[k], candidates[k]
+    moved_score, moved = score[k], candidates[k]
     while 2 * k + 1 < count:
         child = 2 * k + 1
         if child + 1 < count and (
@@ -254,9 +255,9 @@ def _sift(k, count, score, rate, candidates):  # type: ignore[no-untyped-def]  #
             child += 1
         if moved_score < score[child] or (moved_score == score[child] and moved < candidates[child]):
             break
-        score[k], rate[k], candidates[k] = score[child], rate[child], candidates[child]
+        score[k], candidates[k] = score[child], candidates[child]
         k = child
-    score[k], rate[k], candidates[k] = moved_score, moved_rate, moved
+    score[k], candidates[k] = moved_score, moved
 
 
 @untyped
@@ -265,6 +266,15 @@ def _after(k, end, uses, left_out):  # type: ignore[no-untyped-def]  # pragma: n
     while k < end and left_out[uses[k] // 2]:
         k += 1
     return k
+
+
+@untyped
+def _pass(v, upcoming, coming, use_rows, uses, left_out):  # type: ignore[no-untyped-def]  # pragma: no cover
+    """A use of ``v`` is past: note where the next one stands, and what it is."""
+    end = use_rows[v + 1]
+    k = _after(upcoming[v] + 1, end, uses, left_out)
+    upcoming[v] = k
+    coming[v] = uses[k] if k < end else NEVER
 
 
 @untyped
@@ -325,6 +335,8 @@ def _walk(  # type: ignore[no-untyped-def]  # pragma: no cover
     present = np.zeros(value_count, np.bool_)
     locked = np.zeros(value_count, np.int64)  # how many ops on the stack read the value
     upcoming = np.empty(value_count, np.int64)  # where the next use of each value stands
+    coming = np.empty(value_count, np.int64)  # that use, or NEVER; an even one is a read
+    again_ns = np.zeros(value_count)  # time to run the maker of each value again
     inside = np.empty(value_count, np.int64)  # the present values, in no order, and where each stands there
     place = np.full(value_count, -1, np.int64)
     held, ran, total, inside_count = 0, 0, 0.0, 0
@@ -342,9 +354,13 @@ def _walk(  # type: ignore[no-untyped-def]  # pragma: no cover
         elif was_made and is_read(k_left, end, uses):
             absent += 1
         upcoming[v] = k_left
+        coming[v] = uses[k_left] if k_left < end else NEVER
+        if producer[v] >= 0:
+            again_ns[v] = again[producer[v]]
     stack = np.empty(count + 2, np.int64)
     seen, todo, stamp, steps = np.zeros(count + 1, np.int64), np.empty(count + 1, np.int64), 0, 0
-    score, rate, candidates = np.empty(value_count), np.empty(value_count), np.empty(value_count, np.int64)
+    score, candidates = np.empty(value_count), np.empty(value_count, np.int64)  # a heap
+    rate = np.empty(value_count)  # of each value in it, where the score is without what missing ancestors add; else 0
     gone = np.empty(value_count, np.int64)
 
     for i in range(begin, route.size):
@@ -366,12 +382,11 @@ def _walk(  # type: ignore[no-untyped-def]  # pragma: no cover
                 rows, values = (in_rows, inputs) if side == 0 else (out_rows, outputs)
                 for a in range(rows[target], rows[target + 1]):
                     v = values[a]
-                    end = use_rows[v + 1]
-                    was_wanted = is_read(upcoming[v], end, uses)
-                    upcoming[v] = _after(upcoming[v] + 1, end, uses, left_out)
+                    was_wanted = coming[v] % 2 == 0
+                    _pass(v, upcoming, coming, use_rows, uses, left_out)
                     if not present[v]:
-                        absent += int(is_read(upcoming[v], end, uses)) - int(was_wanted)
-                    elif upcoming[v] == end:
+                        absent += int(coming[v] % 2 == 0) - int(was_wanted)
+                    elif coming[v] == NEVER:
                         held -= size[v]
                         inside_count = _drop(v, present, inside, place, inside_count)
             continue
@@ -405,7 +420,7 @@ def _walk(  # type: ignore[no-untyped-def]  # pragma: no cover
                         excess -= size[v]
                         held -= size[v]
                         inside_count = _drop(v, present, inside, place, inside_count)
-                        absent += is_read(upcoming[v], use_rows[v + 1], uses)
+                        absent += coming[v] % 2 == 0
                 gone_count, spare = 0, room // SPARE if inside_count > MANY and begin == 0 else 0
                 for last_resort in (False, True):
                     if excess <= 0:
@@ -424,38 +439,37 @@ def _walk(  # type: ignore[no-untyped-def]  # pragma: no cover
                                 read = read or inputs[a] == v
                             if read:
                                 continue
-                        rate[candidate_count] = score[candidate_count] = 0.0
-                        if upcoming[v] < use_rows[v + 1]:
-                            use = uses[upcoming[v]]
+                        rate[v] = score[candidate_count] = 0.0
+                        use = coming[v]
+                        if use != NEVER:
                             per_ns = 1.0 / (size[v] * _power(max(1.0, float(use // 2 - i)), far))
                             if i < until:
                                 per_ns *= weights[v]
                             if use % 2 == 1:
                                 per_ns *= SOON
                             # At least this; what the missing ancestors add is looked up only where it can matter.
-                            rate[candidate_count] = per_ns
-                            score[candidate_count] = per_ns * again[producer[v]]
+                            rate[v] = per_ns
+                            score[candidate_count] = per_ns * again_ns[v]
                         candidates[candidate_count] = v
                         candidate_count += 1
                     for k in range(candidate_count // 2 - 1, -1, -1):
-                        _sift(k, candidate_count, score, rate, candidates)
+                        _sift(k, candidate_count, score, candidates)
                     while excess > -spare and candidate_count > 0:
                         if score[0] == np.inf or steps > most_steps:  # nothing left to make again, or too much asked
                             break
                         v = candidates[0]
-                        if rate[0] > 0.0:
+                        if rate[v] > 0.0:
                             stamp += 1
                             remake, looked_at = _remake_time(v, producer, in_rows, inputs, again, present, seen, stamp, todo)
                             steps += looked_at
-                            score[0], rate[0] = rate[0] * remake, 0.0
-                            _sift(0, candidate_count, score, rate, candidates)
+                            score[0], rate[v] = rate[v] * remake, 0.0
+                            _sift(0, candidate_count, score, candidates)
                             continue
                         if excess <= 0 and excess - size[v] < -spare:
                             break
                         candidate_count -= 1
-                        score[0], rate[0] = score[candidate_count], rate[candidate_count]
-                        candidates[0] = candidates[candidate_count]
-                        _sift(0, candidate_count, score, rate, candidates)
+                        score[0], candidates[0] = score[candidate_count], candidates[candidate_count]
+                        _sift(0, candidate_count, score, candidates)
                         gone[gone_count] = v
                         gone_count += 1
                         excess -= size[v]
@@ -468,7 +482,7 @@ def _walk(  # type: ignore[no-untyped-def]  # pragma: no cover
                         continue
                     held -= size[v]
                     inside_count = _drop(v, present, inside, place, inside_count)
-                    absent += is_read(upcoming[v], use_rows[v + 1], uses)
+                    absent += coming[v] % 2 == 0
 
             if ran >= runs.size:
                 return ran_before, i, total_before, True, ran
@@ -481,22 +495,22 @@ def _walk(  # type: ignore[no-untyped-def]  # pragma: no cover
                 v = inputs[a]
                 locked[v] -= 1
                 if depth == 0:
-                    upcoming[v] = _after(upcoming[v] + 1, use_rows[v + 1], uses, left_out)
+                    _pass(v, upcoming, coming, use_rows, uses, left_out)
             for a in range(out_rows[at], out_rows[at + 1]):
                 v = outputs[a]
                 if not present[v]:
-                    absent -= is_read(upcoming[v], use_rows[v + 1], uses)
+                    absent -= coming[v] % 2 == 0
                     present[v] = True
                     held += size[v]
                     place[v], inside[inside_count] = inside_count, v
                     inside_count += 1
                 if depth == 0:
-                    upcoming[v] = _after(upcoming[v] + 1, use_rows[v + 1], uses, left_out)
+                    _pass(v, upcoming, coming, use_rows, uses, left_out)
             for side in range(2):
                 rows, values = (in_rows, inputs) if side == 0 else (out_rows, outputs)
                 for a in range(rows[at], rows[at + 1]):
                     v = values[a]
-                    if present[v] and upcoming[v] == use_rows[v + 1] and locked[v] == 0:
+                    if present[v] and coming[v] == NEVER and locked[v] == 0:
                         held -= size[v]
                         inside_count = _drop(v, present, inside, place, inside_count)
     return ran, route.size, total, False, ran
