@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from graphs.errors import BudgetExceeded, CaptureError, InputError, NoScheduleFound
 from graphs.torch_private.names import without_torch_function
@@ -2045,3 +2046,127 @@ def test_a_block_is_told_in_a_line() -> None:
     assert re.fullmatch(
         r"EagerRun\(under 1,048,576 bytes with dtr_eq\+counted: \d+ ops, 0 recomputations, peak \d+ bytes\)", repr(block)
     )
+
+
+# What a block finds in modules, and what it leaves behind.
+
+
+def test_parameters_of_a_planned_module_count_from_the_start() -> None:
+    model = nn.Sequential(*[nn.Linear(16, 16) for _ in range(2)])
+    module = plan(model, 1.0, inputs=(torch.randn(4, 16), torch.randn(4, 16)), loss=F.mse_loss, time_limit_s=3).module()
+    size_bytes = sum(p.nbytes for p in model.parameters())
+    for held in (module, nn.ModuleList([module])):
+        with budget(None, holding=held) as block:
+            assert block.live_bytes == size_bytes
+        with pytest.raises(BudgetExceeded), budget(size_bytes - 1, holding=held):
+            pass
+
+
+class Hoard(nn.Module):
+    """Has parameters where ``nn.Module`` does not look for them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.store = [nn.Parameter(torch.ones(1000))]
+        self.layer = nn.Linear(4, 4)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        yield from super().named_parameters(*args, **kwargs)
+        yield "store", self.store[0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+def test_a_module_says_itself_what_its_parameters_are() -> None:
+    model = Hoard()
+    with budget(None) as block:
+        model(torch.ones(1, 4))
+        assert block.live_bytes >= 4000
+
+
+def test_calls_are_known_by_nothing_that_would_be_kept_alive() -> None:
+    x, before = torch.ones(4), len(estimates._alike)
+    generators = []
+    for seed in range(20):
+        generator = torch.Generator().manual_seed(seed)
+        generators.append(weakref.ref(generator))
+        with budget("1MiB"):
+            torch.rand(4, generator=generator).add_(seed).clamp_(0, seed)
+            x.normal_(generator=generator)
+    del generator
+    gc.collect()
+    assert [ref for ref in generators if ref() is not None] == []
+    assert len(estimates._alike) - before <= 6
+
+
+def test_arguments_need_not_have_a_hash() -> None:
+    library = torch.library.Library("belady_test_hash", "FRAGMENT")
+    library.define("scale_(Tensor(a!) x, Dict(str, int) by) -> ()")
+
+    def scale(x: Tensor, by: dict[str, int]) -> None:
+        x.mul_(by["k"])
+
+    library.impl("scale_", scale, "CompositeExplicitAutograd")
+    x = torch.ones(3)
+    with budget("1MiB"):
+        torch.ops.belady_test_hash.scale_(x, {"k": 3})
+    assert x.tolist() == [3.0] * 3
+
+
+def test_hooks_are_gone_from_parameters_after_an_interrupt_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)])
+    handle = torch.utils.hooks.RemovableHandle
+    remove, interrupts = handle.remove, [KeyboardInterrupt]
+
+    def interrupted(self: Any) -> None:
+        hooks = self.hooks_dict_ref()
+        if hooks and interrupts and any(getattr(hook, "__name__", "") == "_keep_gradient" for hook in hooks.values()):
+            raise interrupts.pop()
+        remove(self)
+
+    monkeypatch.setattr(handle, "remove", interrupted)
+    with pytest.raises(KeyboardInterrupt), budget("1MiB"):
+        model(torch.ones(2, 4)).sum().backward()
+    assert not interrupts
+    assert [p for p in model.parameters() if p._post_accumulate_grad_hooks] == []
+
+
+def test_modelled_costs_do_not_depend_on_what_ran_before() -> None:
+    def cost_ns(mask: Tensor) -> int:
+        with budget(None, costs="modelled") as block:
+            torch.ones(200_000)[mask]
+        return next(op.time_ns for op in block.graph.ops if op.kind.startswith("aten.index"))
+
+    none, everything = torch.zeros(200_000, dtype=torch.bool), torch.ones(200_000, dtype=torch.bool)
+    assert cost_ns(none) < cost_ns(everything)
+    assert cost_ns(none) < cost_ns(everything)
+
+
+def test_a_formula_given_later_counts() -> None:
+    @torch.library.custom_op("belady_test_formula::twice", mutates_args=())
+    def twice(x: Tensor) -> Tensor:
+        return x * 2
+
+    twice.register_fake(torch.empty_like)
+
+    def cost_ns() -> int:
+        with budget(None, costs="modelled") as block:
+            twice(torch.ones(8))
+        return block.graph.ops[-1].time_ns
+
+    before_ns = cost_ns()
+    assert cost_ns() == before_ns
+    register_flop_formula(torch.ops.belady_test_formula.twice)(lambda *args, **kwargs: 10**12)
+    try:
+        assert cost_ns() > 1000 * before_ns
+    finally:
+        del flop_registry[torch.ops.belady_test_formula.twice]
+    assert cost_ns() == before_ns
+
+
+def test_padding_by_the_operator_itself_is_refused_too() -> None:
+    packed = nn.utils.rnn.pack_padded_sequence(torch.randn(3, 2, 4), torch.tensor([3, 2]))
+    assert packed.batch_sizes is not None
+    with pytest.raises(InputError, match="pad_packed_sequence"), budget("1MiB"):
+        torch.ops.aten._pad_packed_sequence(packed.data, packed.batch_sizes, True, 0.0, 3)

@@ -328,12 +328,53 @@ def test_batch_norm_run_again_makes_no_statistics_that_nobody_reads() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*[part for _ in range(4) for part in (nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Tanh())])
     x = torch.randn(8, 4, 8, 8)
-    plan = plan_of(model, 0.6, inputs=x, loss=lambda out: out.square().mean())
+    plan = plan_of(model, 0.6, inputs=x, loss=lambda out: out.square().mean(), time_limit_s=3)
     assert plan.schedule is not None
     again = [op for op in computes(plan.schedule) if _makes_statistics(plan.graph.ops[op])]
     code = plan.module().code
     assert code.count("batch_norm_legit_functional.default(") == 4 < len(again)
     assert code.count("torch._native_batch_norm_legit(") == len(again) - 4
+
+
+class Plain(nn.Module):
+    """Batch norms without weights: what type their kernel computes in depends on the running statistics alone."""
+
+    def __init__(self, statistics: Callable[[], Tensor] | None = None) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(5))
+        self.norms = nn.ModuleList(nn.BatchNorm1d(16, affine=False) for _ in range(5))
+        for norm in self.norms if statistics is not None else ():
+            norm.running_mean = statistics()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            x = F.relu(norm(layer(x)))
+        return x.float().square().mean()
+
+
+def test_batch_norm_of_mixed_types_run_again_is_the_same() -> None:
+    torch.manual_seed(0)
+    model, x = Plain(), torch.randn(256, 16)
+    plain = copy.deepcopy(model)
+    plan = plan_of(model, 0.5, inputs=x, autocast=torch.bfloat16, time_limit_s=3)
+    assert plan.schedule is not None
+    assert sum(_makes_statistics(plan.graph.ops[op]) for op in computes(plan.schedule)) > 5
+    for each in (plan.module(), plain):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = each(x)
+        loss.backward()
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert mine.grad is not None
+        assert theirs.grad is not None
+        assert torch.equal(mine.grad, theirs.grad)
+
+
+def test_batch_norm_with_statistics_that_have_gaps_keeps_its_operator() -> None:
+    torch.manual_seed(0)
+    plan = plan_of(Plain(lambda: torch.zeros(32)[::2]), 0.5, inputs=torch.randn(256, 16), time_limit_s=3)
+    assert plan.schedule is not None
+    again = [op for op in computes(plan.schedule) if _makes_statistics(plan.graph.ops[op])]
+    assert plan.module().code.count("batch_norm_legit_functional.default(") == len(again) > 5
 
 
 @pytest.mark.parametrize("seed", [0, 1])

@@ -10,7 +10,7 @@ from torch import Tensor
 from graphs.torch_private.names import tree_leaves
 from graphs.torch_private.running import current_stream
 from graphs.torch_private.tensors import is_zero_stand_in
-from online.blocks.estimates import BOUNDS, alike, foreseen
+from online.blocks.estimates import BOUNDS, Alike, alike, foreseen
 from online.blocks.keeping import Keeper
 from online.blocks.kinds import Kind, kind_of
 from online.blocks.outside import Outside
@@ -21,7 +21,9 @@ from online.engines.growing import GrowingEngine
 from planner.execution.draws import drawn, generator_state
 
 _NONE: dict[str, Any] = {}  # arguments by name of most calls
-_PLAIN = frozenset({int, bool, type(None)})  # classes of most arguments that are no tensors
+_COMMON = frozenset({int, bool, type(None)})  # classes of most arguments that are no tensors
+# And of the others that may be kept for good, to know calls by.
+_PLAIN = frozenset({float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format})
 
 
 class Calls:
@@ -38,6 +40,7 @@ class Calls:
         self._runs = runs
         self._blank: set[int] = set()  # contents that no operator has written or read since they were allocated, held
         self._stream = 0
+        self._is_known = True  # whether all arguments of the call under way are such that it can be known by them
 
     def begin(self) -> None:
         """The block begins, on the stream of this thread."""
@@ -59,13 +62,15 @@ class Calls:
             for content in scratch:  # it is written to, so what was computed from it before cannot be made again
                 self._keeper.fix(content, kind.name)
         self._keeper.fixed = False
+        self._is_known = True
         read: list[Content] = []
         key: list[Any] = [kind]
         described = self._described
         views: list[Any] = []
         for argument in args:
-            if type(argument) in _PLAIN:
-                key += (type(argument), argument)
+            if type(argument) in _COMMON:
+                if not kind.gives_back:
+                    key += (type(argument), argument)
                 views.append(argument)
             else:
                 views.append(described(argument, read, key))
@@ -87,13 +92,13 @@ class Calls:
         if self._blank:
             self._keep_filled(kind, read, written)
 
-        calls = alike(tuple(key))
+        calls = alike(tuple(key)) if self._is_known else Alike()
         sizes: tuple[int, ...] | None = ()
         if not kind.gives_back:
             sizes = calls.sizes
             if sizes is None:
                 sizes = (BOUNDS[kind.name](*args),) if kind.name in BOUNDS else foreseen(func, args, kwargs)
-                calls.sizes = sizes
+                calls.sizes, calls.varies = sizes, sizes is None or kind.name in BOUNDS
             if sizes == () and not written and not kind.acts:
                 return self._look(kind, func, args, kwargs)
 
@@ -179,7 +184,7 @@ class Calls:
             except RuntimeError:
                 check_layout(argument)
                 raise
-            key += (shape, stride, dtype, argument.is_cuda)
+            key += (shape, stride, dtype, argument.get_device())
             conjugate, negated = dtype.is_complex and argument.is_conj(), argument.is_neg()
             keeps = None
             if content.made_by is None:
@@ -189,12 +194,24 @@ class Calls:
             return View((content, shape, stride, argument.storage_offset(), dtype, conjugate, negated, keeps))
         if isinstance(argument, list | tuple):
             if all(type(entry) is int for entry in argument):
-                key += (int, tuple(argument))
+                self._note(key, (int, tuple(argument)))
                 return list(argument)
-            key.append(len(argument))
+            self._note(key, (len(argument),))
             return [self._described(entry, read, key) for entry in argument]
-        key += (type(argument), None) if isinstance(argument, float) and read else (type(argument), argument)
+        if isinstance(argument, torch.Generator):
+            self._note(key, (torch.Generator, argument.device))
+        elif isinstance(argument, float) and read:
+            self._note(key, (float, None))
+        elif type(argument) in _COMMON or type(argument) in _PLAIN:
+            self._note(key, (type(argument), argument))
+        else:
+            self._is_known = False
         return argument
+
+    def _note(self, key: list[Any], parts: tuple[Any, ...]) -> None:
+        """Add to what decides about the sizes of results: nothing else than tensors, where there are none."""
+        if not key[0].gives_back:
+            key += parts
 
     def _written(self, kind: Kind, args: Any, kwargs: Any) -> list[Content]:
         """The contents an op writes over, each once."""

@@ -23,24 +23,31 @@ MOST_KINDS = 100_000  # of calls that are remembered
 
 
 class Alike:
-    """All calls of one operator with the same shapes, strides, dtypes and other arguments.
+    """All calls of one operator with the same shapes, strides, dtypes, devices and other arguments.
 
     sizes    bytes of the storages they make; None: not known
-    time_ns  what one costs by the roofline; 0: not computed yet
+    varies   whether that depends on the content of tensors
     """
 
-    __slots__ = ("sizes", "time_ns")
+    __slots__ = ("_formulas", "_time_ns", "sizes", "varies")
 
     def __init__(self) -> None:
         self.sizes: tuple[int, ...] | None = None
-        self.time_ns = 0
+        self.varies = False
+        self._time_ns = self._formulas = 0
+
+    def time_ns(self, func: Any, args: Any, kwargs: Any, result: Any) -> int:
+        """What one of them costs by the roofline: looked up, but where it depends on what came out of it."""
+        if self.varies or self._formulas != len(flop_registry):  # the program may have given a formula meanwhile
+            self._time_ns, self._formulas = _modelled_ns(func, args, kwargs, result), len(flop_registry)
+        return self._time_ns
 
 
 _alike: dict[tuple[Any, ...], Alike] = {}  # in this process: a loop makes a block of each step
 
 
 def alike(key: tuple[Any, ...]) -> Alike:
-    """The calls with this key."""
+    """The calls with this key, in which nothing lives that is not to stay."""
     found = _alike.get(key)
     if found is None:
         if len(_alike) >= MOST_KINDS:
@@ -87,7 +94,7 @@ def counted_bytes(storage: UntypedStorage) -> int:
 _CPU = torch.device("cpu")  # comparing with it takes a fraction of the time of asking for the type
 
 
-def modelled_ns(func: Any, args: Any, kwargs: Any, result: Any) -> int:
+def _modelled_ns(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     """What a call costs by the roofline of ``graphs.costs``."""
     touched = [leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, Tensor)]
     if not touched:

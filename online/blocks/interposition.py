@@ -102,7 +102,7 @@ _WRITES = {getattr(Tensor, name) for name in ("apply_", "map2_", "map_")}  # to 
 _GATHERS = {getattr(Tensor, name) for name in ("new", "new_tensor", "tensor_split")}
 _GATHERS |= {torch.tensor, torch.as_tensor, torch.asarray, torch.tensor_split}
 _INDEXES = {Tensor.__getitem__, Tensor.__setitem__}
-_PADS = {cast(Any, torch)._VF._pad_packed_sequence}
+_PADS = {cast(Any, torch)._VF._pad_packed_sequence, torch.ops.aten._pad_packed_sequence}
 _NOTED = _OPENS | _READS | _WRITES | _GATHERS | _INDEXES | _PADS  # all others pass
 
 

@@ -21,7 +21,7 @@ from online.blocks.kinds import GIVEN
 from online.blocks.recipes import STRIDED, Content, WithoutMemory, check_layout
 from online.blocks.record import Record
 from online.blocks.storages import Storages
-from online.blocks.tensors import modules_in, tensors_in
+from online.blocks.tensors import modules_in, parameters_in, tensors_in
 from online.engines.growing import GrowingEngine
 
 
@@ -116,16 +116,14 @@ class Outside:
         if module in self._seen_modules or not self._block.is_here():
             return
         with self._block.noting(), without_torch_function():
-            parts = modules_in(module)
-            self._seen_modules.update(parts)
+            self._seen_modules.update(modules_in(module))
             for tensor in tensors_in(module):
                 if not is_functorch_wrapped(tensor):  # what it stands for is met where operators read it
                     self.meet(tensor, resident=True)
             self.check_start()
-            for parameter in [each for part in parts for each in (part._parameters or {}).values()]:
-                if parameter is not None and not is_lazy(parameter) and parameter.grad is not None:
-                    for gradient in tensors_in(parameter.grad):
-                        self.meet(gradient)
+            for parameter in parameters_in(module):
+                for gradient in () if is_lazy(parameter) or parameter.grad is None else tensors_in(parameter.grad):
+                    self.meet(gradient)
 
     def keep_state(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """After a step of an optimizer: its state stays, as it could be made again only from the gradients of all steps."""
@@ -143,9 +141,12 @@ class Outside:
                         self._keeper.keep(self.content(gradient), "a gradient")
 
     def _remove_hooks(self) -> None:
+        """Again and again, if that is interrupted."""
         while self._hooks:
-            self._hooks.pop().remove()
+            self._hooks[-1].remove()
+            self._hooks.pop()
 
     def forget_modules(self) -> None:
         """At the end of the block."""
+        self._remove_hooks()
         self._seen_modules.clear()

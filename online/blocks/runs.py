@@ -13,7 +13,7 @@ from graphs.errors import InputError
 from graphs.torch_private.names import no_dispatch
 from graphs.torch_private.running import in_backward
 from graphs.torch_private.tensors import REPLACES_IN_PLACE, replace_content
-from online.blocks.estimates import BOUNDS, Alike, counted_bytes, modelled_ns
+from online.blocks.estimates import BOUNDS, Alike, counted_bytes
 from online.blocks.keeping import Keeper
 from online.blocks.kinds import Kind, kind_of
 from online.blocks.recipes import Content, Recipe, new_storages
@@ -148,9 +148,7 @@ class Runs:
         made = self._new_storages(result)
         sizes = (counted_bytes(made[0]),) if len(made) == 1 else tuple([counted_bytes(storage) for storage in made])
         if self._costs == "modelled" or (self._costs is None and made and made[0].device.type == "cuda"):
-            if not calls.time_ns:
-                calls.time_ns = modelled_ns(func, args, kwargs, result)
-            took_ns = calls.time_ns
+            took_ns = calls.time_ns(func, args, kwargs, result)
         if workspace is not None and before is not None:
             workspace.learn(before, sum([storage.nbytes() for storage in made]), len(made))
         return result, made, sizes, took_ns

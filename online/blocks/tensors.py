@@ -29,11 +29,31 @@ def modules_in(module: nn.Module) -> list[nn.Module]:
     stack: list[nn.Module | None] = [module]
     while stack:
         part = stack.pop()
-        if part is not None and part not in found:
-            found[part] = None
-            if part._modules:
-                stack += [*part._modules.values()][::-1]
+        if part is None or part in found:
+            continue
+        if type(part).named_modules is not nn.Module.named_modules:  # a planned module: what is in its model
+            found |= dict.fromkeys(each for _, each in part.named_modules())
+            continue
+        found[part] = None
+        if part._modules:
+            stack += [*part._modules.values()][::-1]
     return list(found)
+
+
+def parameters_in(module: nn.Module) -> Iterator[nn.Parameter]:
+    """As ``module.parameters()``, but one of several modules may come several times."""
+    return _held(module, "_parameters", ("parameters", "named_parameters"))
+
+
+def _held(module: nn.Module, where: str, names: tuple[str, str]) -> Iterator[Any]:
+    kind = type(module)
+    if any(getattr(kind, name) is not getattr(nn.Module, name) for name in (*names, "_named_members", "modules")):
+        yield from getattr(module, names[0])()  # the class has its own idea of that
+        return
+    for part in modules_in(module):
+        for tensor in getattr(part, where).values():
+            if tensor is not None:
+                yield tensor
 
 
 def tensors_in(holding: Any) -> Iterator[Tensor]:
@@ -51,12 +71,8 @@ def tensors_in(holding: Any) -> Iterator[Tensor]:
         elif not (takes_calls_apart(type(holding)) or is_lazy(holding) or holding.is_meta or isinstance(holding, FakeTensor)):
             yield holding
     elif isinstance(holding, nn.Module):
-        parts = modules_in(holding)
-        for held in ("_parameters", "_buffers"):
-            for part in parts:
-                for tensor in getattr(part, held).values():
-                    if tensor is not None:
-                        yield from tensors_in(tensor)
+        for tensor in (*parameters_in(holding), *_held(holding, "_buffers", ("buffers", "named_buffers"))):
+            yield from tensors_in(tensor)
     elif isinstance(holding, torch.optim.Optimizer):
         yield from tensors_in(holding.state)
     elif isinstance(holding, Mapping):

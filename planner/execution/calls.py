@@ -48,7 +48,11 @@ def without_statistics(call: fx.Node, args: tuple[Any, ...], read: Iterable[int]
     first, other = _WITHOUT_STATISTICS[call.target]
     if any(output >= first for output in read) or args[5] is False:  # in evaluation it reads the old ones
         return None
-    return *other(*args), first
+    given: list[Any] = [argument.meta["val"] if isinstance(argument, fx.Node) else None for argument in args[:5]]
+    data, weight, bias, *statistics = given
+    # What type it computes in, and in which layout, the kernel decides by all that it is given.
+    mixed = (weight is None or bias is None) and any(each.dtype != data.dtype for each in statistics)
+    return None if mixed or not all(each.is_contiguous() for each in statistics) else (*other(*args), first)
 
 
 _known: dict[tuple[Any, ...], tuple[str, Any]] = {}
