@@ -20,6 +20,7 @@ from torch import Tensor, fx, nn
 
 from graphs.capture import Inputs, Step, bind, bind_again, check_late
 from graphs.errors import InputError
+from graphs.rewriting.nodes import outputs_of
 from graphs.torch_private.running import apply_function, left_to_run
 from graphs.tracing.body import region_of
 from graphs.tracing.inputs import is_of
@@ -157,8 +158,12 @@ class PlannedModule(nn.Module):
         sources = placeholders(step)
         sizes = [step.graph.values[step.value_of[sources[buffer.source]]].size_bytes for buffer in cut.buffers]
         self._room_for_one = room_bytes >= max(sizes, default=0)
-        # What shares memory with something else is written one by one, in order.
-        self._room_for_all = 0 < sum(sizes) <= room_bytes and not any(b.cloned for b in cut.buffers)
+        # What shares memory with something else is written one by one, in order, and so is what is read as the conjugate or the
+        # negative of what is there: PyTorch copies no lists of those.
+        written = [sources[buffer.source].meta["val"] for buffer in cut.buffers]
+        written += [outputs_of(step.module.graph)[i].meta["val"] for i, r in enumerate(step.results) if r.kind == "buffer"]
+        one_by_one = any(b.cloned for b in cut.buffers) or any(t.is_conj() or t.is_neg() for t in written)
+        self._room_for_all = 0 < sum(sizes) <= room_bytes and not one_by_one
         self._watched = _watched(step, self._halves)
         index = {source.name: i for i, source in enumerate(step.sources) if source.kind in ("parameter", "buffer")}
         self._trained = tuple(index[result.name] for result in step.results if result.kind == "gradient")

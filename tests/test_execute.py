@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from graphs.capture import Step, capture
 from graphs.errors import BudgetExceeded, InputError, InvalidSchedule
 from graphs.ir import Graph, Op
-from graphs.torch_private.tensors import storage_key
+from graphs.torch_private.tensors import negated_view, storage_key
 from planner.execute import PlannedModule, PlannedStep, StepResult, lower, run_step
 from planner.execution.draws import drawn, generator_state, repeat_draw, undone_on_failure
 from planner.measure import StorageMeter, measure, resident_before_backward
@@ -334,6 +334,41 @@ def test_batch_norm_run_again_makes_no_statistics_that_nobody_reads() -> None:
     code = plan.module().code
     assert code.count("batch_norm_legit_functional.default(") == 4 < len(again)
     assert code.count("torch._native_batch_norm_legit(") == len(again) - 4
+
+
+class Mirrored(nn.Module):
+    """Changes a buffer that is read as the conjugate, or the negative, of what is there, beside an ordinary one."""
+
+    def __init__(self, mirrored: Tensor) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.mirrored: Tensor
+        self.count: Tensor
+        self.register_buffer("mirrored", mirrored)
+        self.register_buffer("count", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        self.mirrored.mul_(0.5)
+        self.count.add_(1)
+        return (y * self.mirrored.abs()).sum()
+
+
+@pytest.mark.parametrize("mirrored", [torch.randn(4, dtype=torch.complex64).conj(), negated_view(torch.randn(4))])
+def test_buffers_that_are_mirrored_change_as_they_do_in_plain_pytorch(mirrored: Tensor) -> None:
+    assert mirrored.is_conj() or mirrored.is_neg()
+    model, x = Mirrored(mirrored), torch.randn(2, 4)
+    plain = copy.deepcopy(model)
+    step = capture(model, x)
+    module = PlannedModule(step, keep_all(step.graph), PLENTY)
+    for _ in range(2):
+        module(x).backward()
+        plain(x).backward()
+    assert torch.equal(model.mirrored.resolve_conj().resolve_neg(), plain.mirrored.resolve_conj().resolve_neg())
+    assert model.count.tolist() == [2.0] * 3
+    assert model.layer.weight.grad is not None
+    assert plain.layer.weight.grad is not None
+    assert torch.equal(model.layer.weight.grad, plain.layer.weight.grad)
 
 
 class Plain(nn.Module):
