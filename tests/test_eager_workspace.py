@@ -215,3 +215,23 @@ def test_a_size_known_late_may_break_the_budget_but_not_in_silence() -> None:
         del double
     assert torch.equal(chosen, x)
     assert run.counters.evictions == 1
+
+
+def test_nothing_is_learned_of_a_call_that_is_not_remembered() -> None:
+    library = torch.library.Library("belady_test_forgotten", "FRAGMENT")
+    library.define("scale_(Tensor(a!) x, Dict(str, int) by) -> ()")
+
+    def scale(x: Tensor, by: dict[str, int]) -> None:
+        x.mul_(by["k"])
+
+    library.impl("scale_", scale, "CompositeExplicitAutograd")
+    x = torch.ones(3)
+    workspaces = Workspaces(lambda device: Requested(), "cpu")
+    run = budget("1MiB")
+    run._runs.workspaces = workspaces
+    with run:
+        x.mul_(2)
+        known = len(workspaces._known)
+        for _ in range(5):
+            torch.ops.belady_test_forgotten.scale_(x, {"k": 3})
+    assert len(workspaces._known) == known > 0

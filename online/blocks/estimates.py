@@ -27,11 +27,13 @@ class Alike:
 
     sizes    bytes of the storages they make; None: not known
     varies   whether that depends on the content of tensors
+    is_kept  whether this is remembered; else it is of one call alone
     """
 
-    __slots__ = ("_formulas", "_time_ns", "sizes", "varies")
+    __slots__ = ("_formulas", "_time_ns", "is_kept", "sizes", "varies")
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_kept: bool = False) -> None:
+        self.is_kept = is_kept
         self.sizes: tuple[int, ...] | None = None
         self.varies = False
         self._time_ns = self._formulas = 0
@@ -52,7 +54,7 @@ def alike(key: tuple[Any, ...]) -> Alike:
     if found is None:
         if len(_alike) >= MOST_KINDS:
             _alike.clear()
-        found = _alike[key] = Alike()
+        found = _alike[key] = Alike(is_kept=True)
     return found
 
 

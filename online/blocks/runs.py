@@ -92,7 +92,7 @@ class Runs:
         copies_bytes = sum([content.size_bytes for content in scratch]) if scratch else 0
         all_sizes = before + sizes if sizes is not None else ()
         other_bytes = copies_bytes if REPLACES_IN_PLACE else copies_bytes + max(all_sizes, default=0)
-        workspace = None if self.workspaces is None else self.workspaces.of(calls)
+        workspace = None if self.workspaces is None or not calls.is_kept else self.workspaces.of(calls)
         workspace_bytes = other_bytes if workspace is None else other_bytes + workspace.size_bytes
         entry = kind.entries[recipe is None][in_backward()]
         has_run = False
