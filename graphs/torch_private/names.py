@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import torch
 from torch._dynamo.convert_frame import compile_lock
 from torch._ops import HigherOrderOperator, OpOverload
@@ -18,6 +20,7 @@ __all__ = [
     "DATA_DEPENDENT",
     "LOOKS_FOR_CAUSAL",
     "ONE_TRACE_AT_A_TIME",
+    "PADS_PACKED",
     "BoxedCodeGen",
     "DynamicOutputShapeException",
     "FakeTensor",
@@ -48,6 +51,9 @@ BoxedCodeGen = _BoxedCodeGen  # forward(list): takes its inputs out of the list,
 DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
 
 LOOKS_FOR_CAUSAL = "_detect_is_causal_mask"  # the function of nn.Transformer and its parts that compares a mask with a causal one
+
+# What torch.nn.utils.rnn.pad_packed_sequence calls, and its operator.
+PADS_PACKED: frozenset[Any] = frozenset({cast(Any, torch)._VF._pad_packed_sequence, torch.ops.aten._pad_packed_sequence})
 
 # A trace changes what all threads use, attributes of torch among it, so that of another thread waits. The lock is the compiler's
 # own, which holds it when it calls a backend and takes it for parts of some traces (torch.cond): a second lock could tie a knot.

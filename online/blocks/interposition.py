@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from graphs.errors import InputError
-from graphs.torch_private.names import HigherOrderOperator, TorchDispatchMode, without_torch_function
+from graphs.torch_private.names import PADS_PACKED, HigherOrderOperator, TorchDispatchMode, without_torch_function
 from graphs.torch_private.running import kept_from_compiler
 from graphs.torch_private.tensors import unwrapped
 from online.blocks.block import Block
@@ -102,8 +102,7 @@ _WRITES = {getattr(Tensor, name) for name in ("apply_", "map2_", "map_")}  # to 
 _GATHERS = {getattr(Tensor, name) for name in ("new", "new_tensor", "tensor_split")}
 _GATHERS |= {torch.tensor, torch.as_tensor, torch.asarray, torch.tensor_split}
 _INDEXES = {Tensor.__getitem__, Tensor.__setitem__}
-_PADS = {cast(Any, torch)._VF._pad_packed_sequence, torch.ops.aten._pad_packed_sequence}
-_NOTED = _OPENS | _READS | _WRITES | _GATHERS | _INDEXES | _PADS  # all others pass
+_NOTED = _OPENS | _READS | _WRITES | _GATHERS | _INDEXES | PADS_PACKED  # all others pass
 
 
 def _holds_list(index: object) -> bool:
@@ -132,7 +131,7 @@ class RawReads(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in _NOTED or self._block.torn:
             return func(*args, **kwargs) if kwargs else func(*args)
-        if func in _PADS and self._block.budget_bytes is not None:
+        if func in PADS_PACKED and self._block.budget_bytes is not None:
             raise InputError(
                 "pad_packed_sequence cannot run under a budget: it writes past the dispatcher to a tensor it has made"
             )
@@ -141,7 +140,7 @@ class RawReads(TorchFunctionMode):
                 for tensor in tensors_in(unwrapped(args[0])):
                     if self._outside.knows_bytes(tensor):
                         (self._keeper.open if func in _SHARES else self._keeper.fix)(self._outside.content(tensor), func.__name__)
-        elif func not in _PADS and (func not in _INDEXES or _holds_list(args[1])):
+        elif func not in PADS_PACKED and (func not in _INDEXES or _holds_list(args[1])):
             with self._block.noting():
                 read = [self._outside.content(tensor) for tensor in _listed([*args, *(kwargs or {}).values()])]
                 if func in _WRITES and read:
