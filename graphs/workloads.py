@@ -185,7 +185,8 @@ def _shown(thing: object) -> str:
 # Builders. A model of transformers takes its inputs by name and returns its loss.
 
 
-def _transformers() -> Any:
+def transformers_library() -> Any:
+    """The library of that name. Raises InputError where it is missing."""
     try:
         import transformers
     except ImportError as error:
@@ -221,7 +222,7 @@ def _mlp(batch: int, depth: int) -> Built:
 
 def _resnet50(batch: int, depth: int, size: int) -> Built:
     blocks = {14: [1, 1, 1, 1], 26: [2, 2, 2, 2], 50: [3, 4, 6, 3], 101: [3, 4, 23, 3], 152: [3, 8, 36, 3]}
-    library = _transformers()
+    library = transformers_library()
     config = library.ResNetConfig(depths=_layers("resnet50", depth, blocks), num_labels=CLASSES)
     return library.ResNetForImageClassification(config), {"pixel_values": _images(batch, size), "labels": _labels(batch)}, None
 
@@ -243,7 +244,7 @@ def _vgg16(batch: int, depth: int, size: int) -> Built:
 
 
 def _mobilenet_v2(batch: int, size: int) -> Built:
-    library = _transformers()
+    library = transformers_library()
     config = library.MobileNetV2Config(image_size=size, num_labels=CLASSES)
     model = library.MobileNetV2ForImageClassification(config)
     return model, {"pixel_values": _images(batch, size), "labels": _labels(batch)}, None
@@ -293,7 +294,7 @@ def _unet(batch: int, depth: int, size: int) -> Built:
 
 def _vit(batch: int, depth: int, size: int) -> Built:
     _multiple("vit", size, 16)
-    library = _transformers()
+    library = transformers_library()
     config = library.ViTConfig(
         image_size=size,
         patch_size=16,
@@ -308,14 +309,14 @@ def _vit(batch: int, depth: int, size: int) -> Built:
 
 
 def _bert(batch: int, seq: int, depth: int, vocab: int) -> Built:
-    library = _transformers()
+    library = transformers_library()
     config = library.BertConfig(vocab_size=vocab, num_hidden_layers=depth, max_position_embeddings=max(512, seq))
     tokens = {name: torch.randint(vocab, (batch, seq)) for name in ("input_ids", "labels")}
     return library.BertForMaskedLM(config), {**tokens, "attention_mask": torch.ones(batch, seq, dtype=torch.long)}, None
 
 
 def _gpt2(batch: int, seq: int, depth: int, vocab: int) -> Built:
-    library = _transformers()
+    library = transformers_library()
     config = library.GPT2Config(
         vocab_size=vocab,
         n_layer=depth,
@@ -330,7 +331,7 @@ def _gpt2(batch: int, seq: int, depth: int, vocab: int) -> Built:
 
 
 def _llama(batch: int, seq: int, depth: int, vocab: int) -> Built:
-    library = _transformers()
+    library = transformers_library()
     config = library.LlamaConfig(
         vocab_size=vocab,
         hidden_size=512,

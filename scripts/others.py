@@ -4,9 +4,7 @@ elsewhere. Small ones of the published kinds, with random weights, in training m
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,8 +12,9 @@ from torch import Tensor, nn
 
 from graphs.errors import InputError
 from graphs.ir import Graph
+from graphs.workloads import Built, transformers_library
 
-Built = tuple[nn.Module, Any, Callable[..., Tensor] | None]
+from .steps import graph_of
 
 CLASSES = 100
 TOKENS = 512  # of every vocabulary
@@ -23,23 +22,12 @@ TOKENS = 512  # of every vocabulary
 
 def other_graph(name: str) -> Graph:
     """The training step of one of ``OTHERS``, with the roofline's costs."""
-    from graphs.capture import capture
-    from planner.plan import with_costs
-
     if name not in OTHERS:
         raise InputError(f"unknown network {name!r}; there are: {', '.join(OTHERS)}")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model, inputs, loss = OTHERS[name]()
-    return with_costs(capture(model.train(), inputs, loss=loss, name=name), "roofline").graph
-
-
-def _library() -> Any:
-    with contextlib.suppress(ImportError):
-        import transformers
-
-        return transformers
-    raise InputError("these networks need transformers; install it: pip install 'belady[zoo]'")
+    return graph_of(name, (model.train(), inputs, loss))
 
 
 def _images(batch: int, size: int) -> dict[str, Tensor]:
@@ -174,45 +162,45 @@ def _tokens(batch: int, seq: int) -> dict[str, Tensor]:
 
 
 def _t5() -> Built:
-    library = _library()
+    library = transformers_library()
     sizes = {"d_model": 256, "d_kv": 32, "d_ff": 512, "num_layers": 4, "num_heads": 8}
     config = library.T5Config(vocab_size=TOKENS, **sizes, pad_token_id=0, decoder_start_token_id=0, use_cache=False)
     return library.T5ForConditionalGeneration(config), _tokens(4, 128), None
 
 
 def _swin() -> Built:
-    library = _library()
+    library = transformers_library()
     sizes = {"image_size": 64, "patch_size": 2, "embed_dim": 48, "depths": [2, 2, 4], "num_heads": [3, 6, 12], "window_size": 4}
     return library.SwinForImageClassification(library.SwinConfig(**sizes, num_labels=CLASSES)), _images(8, 64), None
 
 
 def _convnext() -> Built:
-    library = _library()
+    library = transformers_library()
     config = library.ConvNextConfig(depths=[2, 2, 6, 2], hidden_sizes=[32, 64, 128, 256], num_labels=CLASSES)
     return library.ConvNextForImageClassification(config), _images(8, 96), None
 
 
 def _efficientnet() -> Built:
-    library = _library()
+    library = transformers_library()
     config = library.EfficientNetConfig(width_coefficient=0.5, depth_coefficient=1.0, hidden_dim=640, num_labels=CLASSES)
     return library.EfficientNetForImageClassification(config), _images(8, 96), None
 
 
 def _regnet() -> Built:
-    library = _library()
+    library = transformers_library()
     sizes = {"embedding_size": 32, "hidden_sizes": [32, 64, 128, 256], "depths": [2, 4, 8, 2], "groups_width": 16}
     return library.RegNetForImageClassification(library.RegNetConfig(**sizes, num_labels=CLASSES)), _images(8, 96), None
 
 
 def _segformer() -> Built:
-    library = _library()
+    library = transformers_library()
     config = library.SegformerConfig(depths=[2, 2, 2, 2], hidden_sizes=[16, 32, 64, 128], decoder_hidden_size=64, num_labels=20)
     inputs = {"pixel_values": torch.randn(4, 3, 128, 128), "labels": torch.randint(20, (4, 128, 128))}
     return library.SegformerForSemanticSegmentation(config), inputs, None
 
 
 def _whisper() -> Built:
-    library = _library()
+    library = transformers_library()
     layers = {"encoder_layers": 4, "decoder_layers": 4, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
     sizes = {"d_model": 128, "encoder_ffn_dim": 512, "decoder_ffn_dim": 512, "max_source_positions": 200, "num_mel_bins": 40}
     ends = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 3}
@@ -222,20 +210,20 @@ def _whisper() -> Built:
 
 
 def _mistral() -> Built:
-    library = _library()
+    library = transformers_library()
     sizes = {"hidden_size": 256, "intermediate_size": 768, "num_attention_heads": 8, "num_key_value_heads": 2}
     config = library.MistralConfig(vocab_size=TOKENS, **sizes, num_hidden_layers=6, use_cache=False)
     return library.MistralForCausalLM(config), _tokens(4, 256), None
 
 
 def _mamba() -> Built:
-    library = _library()
+    library = transformers_library()
     config = library.MambaConfig(vocab_size=TOKENS, hidden_size=128, num_hidden_layers=4, use_cache=False)
     return library.MambaForCausalLM(config), _tokens(8, 20), None
 
 
 def _clip() -> Built:
-    library = _library()
+    library = transformers_library()
     sizes = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4}
     text = {**sizes, "vocab_size": TOKENS, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}
     config = library.CLIPConfig(text_config=text, vision_config={**sizes, "image_size": 64, "patch_size": 8})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.progress import Progress
 
@@ -12,6 +12,9 @@ from graphs.ir import Graph
 
 from .output import ended
 from .rows import write_rows
+
+if TYPE_CHECKING:
+    from graphs.workloads import Built
 
 RowsOf = Callable[[Graph, Progress], Iterable[dict[str, Any]]]
 
@@ -24,13 +27,18 @@ def step_name(workload: str, sizes: Mapping[str, int | None]) -> str:
 
 def step_graph(name: str) -> Graph:
     """The training step of a workload, whose name may have sizes ("gpt2-depth96"), with the roofline's costs."""
-    from graphs.capture import capture  # torch takes time to load, and some do without
-    from graphs.workloads import build
+    from graphs.workloads import build  # torch takes time to load, and some do without
+
+    return graph_of(name, build(name))
+
+
+def graph_of(name: str, built: Built) -> Graph:
+    """The training step of a model, its inputs and its loss, with the roofline's costs."""
+    from graphs.capture import capture
     from planner.plan import with_costs
 
-    model, inputs, loss = build(name)
-    step = capture(model, inputs, loss=loss, name=name)
-    return with_costs(step, "roofline").graph
+    model, inputs, loss = built
+    return with_costs(capture(model, inputs, loss=loss, name=name), "roofline").graph
 
 
 def bench_workloads(
