@@ -8,8 +8,8 @@ code uses the latter wherever a trial shows that they end in the very same opera
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
@@ -37,16 +37,17 @@ _WITHOUT_STATISTICS: dict[Any, tuple[int, Callable[..., tuple[Any, tuple[Any, ..
 }
 
 
-def without_statistics(call: fx.Node, args: tuple[Any, ...], read: Iterable[int]) -> tuple[Any, tuple[Any, ...], int] | None:
-    """A batch norm that makes the outputs ``read`` of another one, ``call`` with other arguments, but no new running statistics:
-    target, arguments and number of outputs; None where ``call`` is none, or where statistics are among what is read.
+def without_statistics(call: fx.Node) -> tuple[Any, tuple[Any, ...], int] | None:
+    """A batch norm that makes what is read of another one, ``call``, but no new running statistics: target, arguments and number
+    of outputs; None where ``call`` is none, or where statistics are among what is read.
 
     It is the same kernel, without copies of the old statistics for it to write to. Most runs again are for the output alone.
     """
     if call.target not in _WITHOUT_STATISTICS:
         return None
     first, other = _WITHOUT_STATISTICS[call.target]
-    if any(output >= first for output in read) or args[5] is False:  # in evaluation it reads the old ones
+    args, read = call.args, [cast(int, user.args[1]) for user in call.users]
+    if not read or max(read) >= first or args[5] is False:  # in evaluation it reads the old ones
         return None
     given: list[Any] = [argument.meta["val"] if isinstance(argument, fx.Node) else None for argument in args[:5]]
     data, weight, bias, *statistics = given

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -43,7 +43,6 @@ class Code:
         self._made = frozenset(step.calls).union(self.maker.values())
         self._holders: dict[fx.Node, fx.Node] = {}  # of the captured graph -> of this one, as long as its value is there
         self._placed: dict[tuple[Any, ...], fx.Node] = {}  # the same, by placement in memory: equal views are made once
-        self._copies: dict[fx.Node, fx.Node] = {}  # of calls that make several things: of this graph -> of the captured one
         self._present: defaultdict[int, list[fx.Node]] = defaultdict(list)  # by Value: its keys in _holders
 
     def receive(self, node: fx.Node) -> None:
@@ -115,17 +114,15 @@ class Code:
         for node in reversed(self.graph.nodes):
             if node.target is operator.getitem and not node.users:  # made again with others, not read this time
                 self.graph.erase_node(node)
-        for copy, call in self._copies.items():
-            read = [cast(int, user.args[1]) for user in copy.users]
-            other = without_statistics(call, copy.args, read) if read else None
-            if other is not None:
+        for node in self.graph.nodes:
+            if (other := without_statistics(node)) is not None:
                 target, args, count = other
-                with self.graph.inserting_before(copy):
+                with self.graph.inserting_before(node):
                     alone = self.graph.call_function(target, args)
                 alone.op, alone.target = quickest(alone)
-                alone.meta = {**copy.meta, "val": copy.meta["val"][:count]}
-                copy.replace_all_uses_with(alone)
-                self.graph.erase_node(copy)
+                alone.meta = {**node.meta, "val": node.meta["val"][:count]}
+                node.replace_all_uses_with(alone)
+                self.graph.erase_node(node)
         self.graph.set_codegen(BoxedCodeGen())
         self.graph.lint()
         return fx.GraphModule(self.step.module, self.graph, name)
@@ -167,8 +164,6 @@ class Code:
         op, target = quickest(node)
         copy = self.graph.create_node(op, target, args, kwargs, node.name)
         copy.meta = dict(node.meta)
-        if isinstance(node.meta.get("val"), tuple | list):
-            self._copies[copy] = node
         return copy
 
 
