@@ -65,18 +65,18 @@ class Calls:
         self._is_known = True
         read: list[Content] = []
         key: list[Any] = [kind]
+        rest: list[Any] = [] if kind.gives_back else key  # nothing but tensors decides about calls that make nothing
         described = self._described
         views: list[Any] = []
         for argument in args:
             if type(argument) in _COMMON:
-                if not kind.gives_back:
-                    key += (type(argument), argument)
+                rest += (type(argument), argument)
                 views.append(argument)
             else:
-                views.append(described(argument, read, key))
+                views.append(described(argument, read, key, rest))
         named = _NONE
         if kwargs:
-            named = {name: described(argument, read, key) for name, argument in kwargs.items()}
+            named = {name: described(argument, read, key, rest) for name, argument in kwargs.items()}
             if kwargs.get("device") == META:
                 raise WithoutMemory
         else:
@@ -171,8 +171,9 @@ class Calls:
         with self._keeper.held(kind.name, [self._content(tensor).number for tensor in tensors]):
             return func(*args, **(kwargs or {}))
 
-    def _described(self, argument: Any, read: list[Content], key: list[Any]) -> Any:
-        """An argument with views in place of its tensors; adds what is read, and what decides about the sizes of results."""
+    def _described(self, argument: Any, read: list[Content], key: list[Any], rest: list[Any]) -> Any:
+        """An argument with views in place of its tensors; adds what is read, and what decides about the sizes of results: of
+        tensors to ``key``, of others to ``rest``."""
         if isinstance(argument, Tensor):
             storage = argument.untyped_storage() if argument.layout is STRIDED else None
             content = self._contents.get(storage._cdata) if storage is not None else None
@@ -194,24 +195,19 @@ class Calls:
             return View((content, shape, stride, argument.storage_offset(), dtype, conjugate, negated, keeps))
         if isinstance(argument, list | tuple):
             if all(type(entry) is int for entry in argument):
-                self._note(key, (int, tuple(argument)))
+                rest += (int, tuple(argument))
                 return list(argument)
-            self._note(key, (len(argument),))
-            return [self._described(entry, read, key) for entry in argument]
+            rest.append(len(argument))
+            return [self._described(entry, read, key, rest) for entry in argument]
         if isinstance(argument, torch.Generator):
-            self._note(key, (torch.Generator, argument.device))
+            rest += (torch.Generator, argument.device)
         elif isinstance(argument, float) and read:
-            self._note(key, (float, None))
+            rest += (float, None)
         elif type(argument) in _COMMON or type(argument) in _PLAIN:
-            self._note(key, (type(argument), argument))
+            rest += (type(argument), argument)
         else:
             self._is_known = False
         return argument
-
-    def _note(self, key: list[Any], parts: tuple[Any, ...]) -> None:
-        """Add to what decides about the sizes of results: nothing else than tensors, where there are none."""
-        if not key[0].gives_back:
-            key += parts
 
     def _written(self, kind: Kind, args: Any, kwargs: Any) -> list[Content]:
         """The contents an op writes over, each once."""

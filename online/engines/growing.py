@@ -58,15 +58,19 @@ class GrowingEngine(Engine):
         self.pool.add(_BLOCK)
         self.relations.add(_BLOCK)
 
-    def declare(self, reads: tuple[int, ...], sizes: tuple[int, ...], workspace_bytes: int, time_ns: int = 0) -> int:
-        """A new op that makes new storages of these sizes: its number."""
-        op, first = len(self._inputs), self._declared
+    def _new_storages(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
+        """New storages of these sizes, and the tensors of those numbers."""
+        first = self._declared
         self._declared = first + len(sizes)
         while self._declared > len(self.size_bytes):
             self._grow()
-        makes = tuple(range(first, self._declared))
-        for s, size in zip(makes, sizes, strict=True):
-            self.size_bytes[s] = self._weight[s] = size
+        self.size_bytes[first : self._declared] = self._weight[first : self._declared] = sizes
+        return tuple(range(first, self._declared))
+
+    def declare(self, reads: tuple[int, ...], sizes: tuple[int, ...], workspace_bytes: int, time_ns: int = 0) -> int:
+        """A new op that makes new storages of these sizes: its number."""
+        op, makes = len(self._inputs), self._new_storages(sizes)
+        for s in makes:
             self._producer[s] = op
         self._inputs.append(reads)
         self._reads.append(reads)
@@ -79,11 +83,7 @@ class GrowingEngine(Engine):
 
     def holds(self, size_bytes: int) -> int:
         """A new storage that is there from the start and never goes: its number."""
-        s = self._declared
-        if s == len(self.size_bytes):
-            self._grow()
-        self._declared = s + 1
-        self.size_bytes[s] = self._weight[s] = size_bytes
+        (s,) = self._new_storages((size_bytes,))
         self._pinned[s] = self._defined[s] = True
         self.kept.add(s)
         self.preload(s)
