@@ -2100,20 +2100,6 @@ def test_calls_are_known_by_nothing_that_would_be_kept_alive() -> None:
     assert len(estimates._alike) - before <= 6
 
 
-def test_arguments_need_not_have_a_hash() -> None:
-    library = torch.library.Library("belady_test_hash", "FRAGMENT")
-    library.define("scale_(Tensor(a!) x, Dict(str, int) by) -> ()")
-
-    def scale(x: Tensor, by: dict[str, int]) -> None:
-        x.mul_(by["k"])
-
-    library.impl("scale_", scale, "CompositeExplicitAutograd")
-    x = torch.ones(3)
-    with budget("1MiB"):
-        torch.ops.belady_test_hash.scale_(x, {"k": 3})
-    assert x.tolist() == [3.0] * 3
-
-
 def test_hooks_are_gone_from_parameters_after_an_interrupt_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)])
     handle = torch.utils.hooks.RemovableHandle
@@ -2130,6 +2116,17 @@ def test_hooks_are_gone_from_parameters_after_an_interrupt_at_the_end(monkeypatc
         model(torch.ones(2, 4)).sum().backward()
     assert not interrupts
     assert [p for p in model.parameters() if p._post_accumulate_grad_hooks] == []
+
+
+def test_a_kind_of_call_is_modelled_once_in_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    modelled = Mock(side_effect=estimates._modelled_ns)
+    monkeypatch.setattr(estimates, "_modelled_ns", modelled)
+    x = torch.ones(3, 11, 7)  # as no other test has
+    for _ in range(3):
+        with budget(None, costs="modelled") as block:
+            torch.tanh(torch.tanh(x))
+        assert len({op.time_ns for op in block.graph.ops if op.kind.startswith("aten.tanh")}) == 1
+    assert modelled.call_count == 1
 
 
 def test_modelled_costs_do_not_depend_on_what_ran_before() -> None:

@@ -217,7 +217,7 @@ def test_a_size_known_late_may_break_the_budget_but_not_in_silence() -> None:
     assert run.counters.evictions == 1
 
 
-def test_nothing_is_learned_of_a_call_that_is_not_remembered() -> None:
+def test_arguments_need_not_have_a_hash_and_nothing_is_learned_of_a_call_that_is_not_remembered() -> None:
     library = torch.library.Library("belady_test_forgotten", "FRAGMENT")
     library.define("scale_(Tensor(a!) x, Dict(str, int) by) -> ()")
 
@@ -235,3 +235,4 @@ def test_nothing_is_learned_of_a_call_that_is_not_remembered() -> None:
         for _ in range(5):
             torch.ops.belady_test_forgotten.scale_(x, {"k": 3})
     assert len(workspaces._known) == known > 0
+    assert x.tolist() == [2.0 * 3**5] * 3

@@ -336,6 +336,22 @@ def test_batch_norm_run_again_makes_no_statistics_that_nobody_reads() -> None:
     assert code.count("torch._native_batch_norm_legit(") == len(again) - 4
 
 
+def test_buffers_are_copied_in_lists_of_one_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.BatchNorm1d(4)), torch.randn(8, 4)
+    step = capture(model, x, loss=lambda out: out.square().sum())
+    module = PlannedModule(step, keep_all(step.graph), PLENTY)
+    copy_list, copied = torch._foreach_copy_, []
+
+    def recorded(targets: list[Tensor], contents: list[Tensor]) -> None:
+        copied.append([tensor.dtype for tensor in (*targets, *contents)])
+        copy_list(targets, contents)
+
+    monkeypatch.setattr(torch, "_foreach_copy_", recorded)
+    module(x)
+    assert all(len(set(types)) == 1 for types in copied)
+    assert sorted(map(len, copied)) == [4, 4, 8, 8]  # counts and statistics of two, old and new: targets and contents
+
+
 class Mirrored(nn.Module):
     """Changes a buffer that is read as the conjugate, or the negative, of what is there, beside an ordinary one."""
 
