@@ -58,8 +58,8 @@ def narrow(name: str, monkeypatch: pytest.MonkeyPatch) -> tuple[nn.Module, Any, 
             found = getattr(library, name)
             return (lambda **given: found(**(given | CONFIGURED[name]))) if name in CONFIGURED else found
 
-    library = workloads._transformers()
-    monkeypatch.setattr(workloads, "_transformers", Library)
+    library = workloads.transformers_library()
+    monkeypatch.setattr(workloads, "transformers_library", Library)
     monkeypatch.setattr(workloads, "CLASSES", 10)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
