@@ -30,7 +30,8 @@ def test_rows_tell_the_same_story_as_simulate(chain: Graph) -> None:
     found = compare(chain, [0.8, 0.5], heuristics=("dtr", "lru"))
     rows = found.rows()
     assert [row["method"] for row in rows] == ["keep_all"] + ["cutting_stages", "online:dtr", "online:lru"] * 2
-    for block, plan_row, *run_rows in ((b, *rows[1 + 3 * i : 4 + 3 * i]) for i, b in enumerate(found.blocks)):
+    for i, block in enumerate(found.blocks):
+        plan_row, *run_rows = rows[1 + 3 * i : 4 + 3 * i]
         assert block.plan.schedule is not None
         assert plan_row["time_ns"] == simulate(chain, block.plan.schedule).time_ns
         for run_, row in zip(block.runs, run_rows, strict=True):

@@ -98,7 +98,7 @@ def test_storages_and_links_may_be_added() -> None:
     assert sum(map(len, relations.deps)) == len(edges) > 40
 
 
-@pytest.mark.parametrize("median", [median_stale, median_stale.py_func], ids=["compiled", "written"])
+@pytest.mark.parametrize("median", [median_stale, median_stale.py_func], ids=["compiled", "written"])  # type: ignore[attr-defined]
 def test_the_median_moves_on(median: object) -> None:
     draw = random.Random(1)
     pool = Compiled(Relations(), None)
@@ -116,7 +116,7 @@ def test_the_median_moves_on(median: object) -> None:
             assert median(slots, count, float(now)) == wanted  # type: ignore[operator]
 
 
-@pytest.mark.parametrize("function", [select, select.py_func], ids=["compiled", "written"])
+@pytest.mark.parametrize("function", [select, select.py_func], ids=["compiled", "written"])  # type: ignore[attr-defined]
 def test_a_number_is_put_where_it_belongs(function: object) -> None:
     draw = random.Random(2)
     for _ in range(300):

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import planner
+from graphs import BudgetExceeded
 from graphs.capture import capture
 from planner.execute import PlannedModule, PlannedStep
 from planner.schedule import Schedule, computes, keep_all, with_frees
@@ -71,7 +72,7 @@ class Training:
                 try:
                     self.module = PlannedModule(self.step, self.schedule, budget)
                     break
-                except planner.BudgetExceeded:
+                except BudgetExceeded:
                     pass
         self.run()
         self.optimizer.zero_grad()

@@ -56,14 +56,15 @@ def deterministic() -> Iterator[None]:
     if not torch.cuda.is_available():
         yield
         return
-    before, filled = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+    kernels: Any = torch.utils.deterministic  # a property on the module, of which types say nothing
+    before, filled = torch.are_deterministic_algorithms_enabled(), kernels.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    kernels.fill_uninitialized_memory = False
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(before)
-        torch.utils.deterministic.fill_uninitialized_memory = filled
+        kernels.fill_uninitialized_memory = filled
 
 
 def by_pixel(scores: Tensor, target: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from planner.schedule import keep_all
 
 PLENTY = 1 << 40
 NOTES: dict[str, Any] = {}
-LOSSES: list[Tensor] = []
+LOSSES: list[Any] = []
 LAST: Any = None
 BOX: list[Any] = [1, None]
 

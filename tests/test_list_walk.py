@@ -12,6 +12,7 @@ from numba.extending import is_jitted
 from graphs.ir import Graph, Op
 from graphs.synthetic import chain, linear_network, random_training
 from planner.least.smallest import smallest_known
+from planner.process.flat import Floats
 from planner.schedule import keep_all, with_frees
 from planner.simulate import simulate
 from planner.walks import list_walk, walk_search
@@ -22,7 +23,7 @@ from tests.strategies import random_budget, random_graph
 COMPILED = ("_walk", "_remake_time", "_drop", "_sift", "_after", "is_read", "_power", "_places")
 
 
-def weights_of(graph: Graph, seed: int) -> list_walk.Floats:
+def weights_of(graph: Graph, seed: int) -> Floats:
     return np.exp(np.random.default_rng(seed).normal(size=len(graph.values)) * 3)
 
 
