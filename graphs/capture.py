@@ -68,6 +68,8 @@ class Step:
     fingerprint  of both: notices what was edited since
     autocast   dtype of the autocast region around both; None without one
     leftovers  where plain PyTorch's forward leaves tensors beside the loss
+    askers     Python modules that the forward passes through which ask whether gradients are recorded: without, they may do
+               something else than the graph does
 
     Parameters and buffers with several names (tied weights) are one placeholder under their first name, with one gradient.
     """
@@ -87,6 +89,7 @@ class Step:
     fingerprint: Fingerprint
     autocast: torch.dtype | None
     leftovers: tuple[Leftover, ...] = ()
+    askers: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         return f"Step({type(self.model).__name__} on {self.device}, {self.graph!r})"
@@ -234,6 +237,7 @@ def capture(
         Fingerprint(body, watch.reads, watch.changed, surroundings.check),
         autocast,
         tuple(leftovers),
+        tuple(sorted(watch.askers)),
     )
 
 

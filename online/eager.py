@@ -28,6 +28,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from graphs.errors import InputError
 from graphs.ir import Graph
+from graphs.torch_private.kernels import attention_as_eager
 from graphs.torch_private.running import around_backwards, around_packing, before_fused, called_back_here, is_active
 from online.blocks.block import Block
 from online.blocks.calls import Calls
@@ -221,6 +222,7 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
             self._interposed.enter_context(reads)
             for around in (around_backwards, around_packing):
                 self._interposed.enter_context(around(lambda: reads if self.is_here() else contextlib.nullcontext()))
+            self._interposed.enter_context(attention_as_eager())
             self._interposed.enter_context(called_back_here(self.is_here))
             if self.budget_bytes is not None:
                 self._interposed.enter_context(before_fused(self._refuse_fused))

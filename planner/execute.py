@@ -126,13 +126,14 @@ class PlannedModule(nn.Module):
 
     Buffers change once a call, at its end. The part of the schedule before the backward runs in the call, the rest in
     ``backward``; what is in memory between the two is held by the loss and dropped with it. Without gradients
-    (``torch.no_grad``) only the first part runs. A second ``backward`` of one loss, and one with ``create_graph=True``, raise
-    InputError; so does one after a tensor it reads was changed in place. Where a call fails (no memory, Ctrl-C), buffers and
-    generators are as before it; where its backward fails, too, unless something else has changed them in between. After
-    ``eval()`` the call is that of the plain model, without loss and plan (unless the model was captured in evaluation mode).
-    Forward hooks of the model itself do not run, and ``torch.compile`` leaves a call as it is. Where the model's forward leaves
-    tensors in attributes (an auxiliary loss), there is after a call what raises InputError when used. Threads may call it: calls
-    and backwards of one model run one after the other.
+    (``torch.no_grad``) only the first part runs; where the forward asks whether there are any (``torch.is_grad_enabled()``), such
+    a call is refused (InputError). A second ``backward`` of one loss, and one with ``create_graph=True``, raise InputError; so
+    does one after a tensor it reads was changed in place. Where a call fails (no memory, Ctrl-C), buffers and generators are as
+    before it; where its backward fails, too, unless something else has changed them in between. After ``eval()`` the call is that
+    of the plain model, without loss and plan (unless the model was captured in evaluation mode). Forward hooks of the model
+    itself do not run, and ``torch.compile`` leaves a call as it is. Where the model's forward leaves tensors in attributes (an
+    auxiliary loss), there is after a call what raises InputError when used. Threads may call it: calls and backwards of one model
+    run one after the other.
 
     peak_bytes  the most a step may hold, from ``simulate``; at most the budget. Gradients kept from an earlier step are not
                 in it: gradient accumulation needs their bytes on top.
@@ -185,6 +186,8 @@ class PlannedModule(nn.Module):
         if self.step.modes[0] and not self.step.model.training:
             return self.step.model(*args, **kwargs)
         check_region(self.step)
+        if not torch.is_grad_enabled():
+            check_gradient_mode(self.step)
         with self.one_at_a_time:
             inputs = inputs_of_call(self.step, args, kwargs)
             unchecked = bind_again(self.step, inputs) if self._checks_late else None
@@ -464,6 +467,15 @@ def check_region(step: Step) -> None:
         raise InputError(
             f"{step.graph.name} was captured {then}, but is called under autocast of {now}; plan it in that region "
             f"(autocast={now}), or leave the region for the call"
+        )
+
+
+def check_gradient_mode(step: Step) -> None:
+    """Refuse a call without gradients where the forward may do something else then. Raises InputError."""
+    if step.askers:
+        raise InputError(
+            f"{step.graph.name} is planned as it computes with gradients, and its forward asks whether they are recorded (in "
+            f"{', '.join(step.askers)}); without gradients call the model itself, which is the step's: module.step.model"
         )
 
 

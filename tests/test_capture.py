@@ -31,6 +31,7 @@ from graphs.as_eager.layouts import _relaid, _smaller, kernels_layouts
 from graphs.capture import Inputs, Loss, Step, bind, capture
 from graphs.errors import CaptureError, InputError
 from graphs.torch_private.names import FakeTensorMode
+from planner.execute import run_step
 from planner.plan import plan
 from planner.schedule import keep_all
 from planner.simulate import simulate
@@ -921,6 +922,67 @@ class TransformerBlock(nn.Module):
         return square(self.encoder(x, mask, is_causal=is_causal))
 
 
+class PaddedEncoder(nn.Module):
+    """A frozen encoder in evaluation, under a head that is trained; padded on the right."""
+
+    def __init__(self, *, nested: bool) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=nested).requires_grad_(False).eval()
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        padding = torch.arange(x.shape[1]) >= torch.tensor([[3], [5]])
+        return square(self.head(self.encoder(x, src_key_padding_mask=padding)))
+
+
+class FrozenAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True).requires_grad_(False).eval()
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return square(self.head(self.attention(x, x, x)[0]))
+
+
+class FrozenLayers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        layers = (nn.TransformerEncoderLayer(8, 2, 16, batch_first=True) for _ in range(2))
+        self.layers = nn.Sequential(*layers).requires_grad_(False).eval()
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return square(self.head(self.layers(x)))
+
+
+FROZEN: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "attention": (FrozenAttention, "aten._native_multi_head_attention"),
+    "layers": (FrozenLayers, "aten._transformer_encoder_layer_fwd"),
+    "padded encoder": (lambda: PaddedEncoder(nested=False), "aten._transformer_encoder_layer_fwd"),
+}
+
+
+@pytest.mark.parametrize("name", FROZEN)
+def test_frozen_attention_takes_its_fast_path_as_in_eager_execution(name: str) -> None:
+    build, fast = FROZEN[name]
+    model, x = build(), torch.randn(2, 5, 8)
+    # A torch-function mode of the program's has eager execution leave that path.
+    for mode, taken in ((contextlib.nullcontext(), True), (torch.device("cpu"), False)):
+        with mode:
+            model.zero_grad()
+            step = capture(model, x)
+            assert (fast in {op.kind for op in step.graph.ops}) is taken
+            loss = step.eager(x)
+            loss.backward()
+            found = run_step(step, keep_all(step.graph), x)
+        assert torch.equal(found.loss, loss)
+        for key, gradient in found.gradients.items():
+            wanted = model.get_parameter(key).grad
+            assert wanted is not None and torch.equal(gradient, wanted), key
+
+
 def ctc_in_a_row(lengths_as: Callable[[list[int]], Any]) -> Step:
     targets, lengths = torch.tensor([1, 2, 3, 4, 5]), (lengths_as([7, 4]), lengths_as([3, 2]))
     model = Lambda(lambda m, x, t, *n: F.ctc_loss(m.linear(x).log_softmax(-1), t, *n))
@@ -1136,6 +1198,11 @@ def averaging_norm() -> nn.Module:
 
 
 REFUSED: dict[str, tuple[Callable[[], Step], str]] = {
+    "padding left out": (lambda: capture(PaddedEncoder(nested=True), torch.randn(2, 5, 8)), "only what is not padded"),
+    "places of a split in a tensor": (
+        lambda: capture(Lambda(lambda m, x: sum(map(square, m.linear(x).tensor_split(torch.tensor([2, 5]), dim=1)))), x8),
+        "branches on data",
+    ),
     "no module": (lambda: capture(square, x8), "expected a torch.nn.Module, not a function"),
     "no inputs": (lambda: capture(linear()), "Linear brings no example inputs.*give inputs="),
     "targets without loss": (lambda: capture(linear(), (x8, x8)), "takes 2 .*where the last inputs are targets, give"),

@@ -937,6 +937,34 @@ def test_what_an_extension_has_written_to_what_it_allocated_stays() -> None:
     assert swept(step, x) > 5
 
 
+@pytest.mark.parametrize("frozen", [True, False])
+def test_attention_takes_its_fast_path_as_outside(frozen: bool) -> None:
+    layers = nn.Sequential(*(nn.TransformerEncoderLayer(32, 4, 64, batch_first=True) for _ in range(3))).eval()
+    model, x = nn.Sequential(layers.requires_grad_(False), nn.Linear(32, 4)), torch.randn(8, 12, 32)
+
+    def step() -> list[Tensor]:
+        with contextlib.nullcontext() if frozen else torch.no_grad():
+            found = [model(x).square().sum()]
+        if frozen:
+            model.zero_grad()
+            found[0].backward()
+            found += [parameter.grad for parameter in model[1].parameters() if parameter.grad is not None]
+        return found
+
+    assert swept(step, model, 0.6) >= 0
+    with torch.device("cpu"):  # a mode of the program's, for which there is none
+        want = step()
+        with budget(None):
+            assert same(step(), want)
+
+
+def test_an_encoder_that_leaves_out_padding_is_refused() -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    encoder, padding = nn.TransformerEncoder(layer, 1).eval(), torch.tensor([[False, False, True], [False] * 3])
+    with torch.no_grad(), pytest.raises(InputError, match=r"nested tensor turned up.*enable_nested_tensor=False"), budget(None):
+        encoder(torch.randn(2, 3, 8), src_key_padding_mask=padding)
+
+
 GATHERS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "tensor": lambda x, i, j: torch.tensor([[i, j], (j, i)]),
     "as_tensor": lambda x, i, j: torch.as_tensor(data=[i, j]),

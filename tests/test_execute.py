@@ -761,6 +761,81 @@ def test_gradients_are_right_or_refused_beside_a_thread_that_draws() -> None:
         thread.join()
 
 
+class NoisyGradient(torch.autograd.Function):
+    """Its backward draws before it looks at its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.square().mean()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return (x + torch.randn(x.shape)) * gradient
+
+
+class NoisyLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return NoisyGradient.apply(F.dropout(self.linear(x).tanh()))  # type: ignore[no-any-return]
+
+
+def test_what_a_backward_draws_is_drawn_in_the_backward() -> None:
+    model, x = NoisyLoss(), torch.randn(4, 8)
+    step = capture(model, x)
+
+    def found(run: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        model.zero_grad()
+        torch.manual_seed(1)
+        with torch.no_grad():
+            made = [run(x), torch.rand(2)]
+        losses = run(x), run(x)
+        made += [*losses, torch.rand(2)]
+        for loss in reversed(losses):
+            loss.backward()
+        return [*made, torch.rand(2), *(parameter.grad for parameter in model.parameters() if parameter.grad is not None)]
+
+    plain = found(model)
+    for schedule in (keep_all(step.graph), rematerializing(step.graph, 0), rematerializing(step.graph, 1)):
+        planned = found(PlannedModule(step, schedule, PLENTY))
+        assert len(plain) == len(planned) == 8
+        assert all(map(torch.equal, plain, planned))
+
+
+class AsksForGradients(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.linear(x)
+        return (h.tanh() if torch.is_grad_enabled() else h.sigmoid()).square().mean()
+
+
+def test_a_call_without_gradients_is_refused_where_the_forward_asks_for_them() -> None:
+    model, x = AsksForGradients(), torch.randn(4, 8)
+    module = plan_of(model, 1.0, inputs=x).module()
+    assert torch.equal(module(x), model(x))
+    with torch.no_grad(), pytest.raises(InputError, match=r"asks whether they are recorded \(in tests\.test_execute\); without"):
+        module(x)
+    with torch.no_grad():  # in evaluation a call is the model's
+        assert torch.equal(module.eval()(x), model(x))
+    plain = plan_of(Mlp(), 1.0, inputs=(torch.randn(4, 16), torch.randint(5, (4,)))).module()
+    with torch.no_grad():
+        assert plain(torch.randn(4, 16), torch.randint(5, (4,))).isfinite()
+
+
+def test_attention_in_evaluation_asks_for_gradients() -> None:
+    model, x = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval(), torch.randn(2, 3, 8)
+    module = plan_of(model, 1.0, inputs=x, loss=lambda out: out.square().sum()).module()
+    with torch.no_grad(), pytest.raises(InputError, match=r"in torch\.nn\.modules\.activation, torch\.nn\.modules\.transformer"):
+        module(x)
+
+
 @pytest.mark.parametrize("seed", [None, 0, 1])
 def test_module_is_plain_pytorch_to_the_last_bit(case: Case, seed: int | None) -> None:
     schedule = keep_all(case.graph) if seed is None else rematerializing(case.graph, seed)

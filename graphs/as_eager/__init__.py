@@ -1,5 +1,6 @@
 """Where a trace would differ from eager execution: it is made to compute the same, into memory laid out the same.
 
+attention       an encoder that leaves out what is padded
 ctc             what stands in for the CTC loss
 draws_in_place  draws into memory that is laid out otherwise than contiguous
 layouts         the strides that kernels give their results

@@ -12,6 +12,8 @@ import torch._decomp  # registers the replacements that eager_kernels takes away
 from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
 
+from graphs.torch_private.patching import patched
+
 
 def takes_cudnn_batch_norm(
     data: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, var: Tensor | None, eps: float
@@ -37,6 +39,28 @@ def onednn_as(enabled: bool) -> Iterator[None]:
         yield
     finally:
         torch._C._set_mkldnn_enabled(before)
+
+
+@contextlib.contextmanager
+def attention_as_eager() -> Iterator[None]:
+    """Have ``nn.MultiheadAttention`` and encoder layers choose their kernels as eager execution does. In evaluation, where they
+    are frozen, they take a fast path, but not where there is a tracer or any torch-function mode: those of a trace and of a block
+    under a budget do not count here."""
+    disabled: Any = torch._C._disabled_torch_function_impl
+
+    def overrides(one: object) -> bool:
+        return type(one) is not Tensor and getattr(type(one), "__torch_function__", disabled) is not disabled
+
+    def has_torch_function(tensors: tuple[object, ...]) -> bool:
+        stack = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+        modes = {type(mode).__module__ for mode in stack}
+        return any(map(overrides, tensors)) or not all(mode.startswith(("torch.fx.", "online.")) for mode in modes)
+
+    with (
+        patched(torch.overrides, "has_torch_function", has_torch_function),
+        patched(torch.nn.modules.activation, "_is_make_fx_tracing", lambda: False),
+    ):
+        yield
 
 
 _AUTOGRAD_KEYS = (torch._C.DispatchKey.CompositeImplicitAutograd, torch._C.DispatchKey.Autograd)

@@ -23,7 +23,7 @@ def refusal(name: str, error: Exception) -> CaptureError:
             f"{_place(error)}; say so in that call (is_causal=, for the mask of a target tgt_is_causal=): True where it is, else "
             f"False"
         )
-    if isinstance(error, DATA_DEPENDENT):
+    if isinstance(error, DATA_DEPENDENT) or "its data is not allocated yet" in str(error):  # that is read past the dispatcher
         if any(frame.filename.endswith("distributions/distribution.py") for frame in traceback.extract_tb(error.__traceback__)):
             remedy = (
                 "give the distribution validate_args=False, so that it does not look at its arguments (StudentT and others hand "

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from graphs.as_eager.attention import padding_refused
 from graphs.as_eager.ctc import ctc_traced
 from graphs.as_eager.draws_in_place import draws_laid_out
 from graphs.as_eager.layouts import kernels_layouts
@@ -19,6 +20,7 @@ from graphs.errors import CaptureError
 from graphs.rewriting.nodes import calls_foreign
 from graphs.rewriting.rewrites import read_sources_directly
 from graphs.torch_private.joint import Joint, as_if_compiling, selective_checkpoints_off, trace_joint
+from graphs.torch_private.kernels import attention_as_eager
 from graphs.torch_private.names import DATA_DEPENDENT, FakeTensor, FunctionalTensor, TreeSpec, tree_unflatten
 from graphs.torch_private.running import around_backwards, holding
 from graphs.torch_private.stand_ins import noting_traced, to_fake
@@ -111,6 +113,8 @@ class _Attempts:
             kernels_layouts(),
             draws_laid_out(),
             selective_checkpoints_off(),
+            attention_as_eager(),
+            padding_refused(self.name),
             around_backwards(self._backward),
             noting_traced() as made,
             Since(made) as since,

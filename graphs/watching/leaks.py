@@ -134,6 +134,7 @@ def _is_library(module: str) -> bool:
     return module.partition(".")[0] in _LIBRARIES
 
 
-def _is_traced(value: object) -> bool:
+def _is_traced(value: Any) -> bool:
     """Whether it is a tensor of a trace, or a tuple or list with one."""
-    return any(map(_is_traced, value)) if is_a(value, tuple, list) else type(value) is FunctionalTensor  # type: ignore[call-overload]
+    kind = type(value)
+    return kind is FunctionalTensor or (issubclass(kind, tuple | list) and any(map(_is_traced, value)))

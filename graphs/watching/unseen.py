@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -71,6 +72,24 @@ def unseen_refused(name: str, where: str) -> Iterator[None]:
         patched(hooks, "__enter__", instead(enter_known, enter)),
         patched(torch, "set_default_dtype", set_same),
     ):
+        yield
+
+
+@contextlib.contextmanager
+def gradient_mode_noted(askers: set[str]) -> Iterator[None]:
+    """Note which Python modules ask inside whether gradients are recorded, so that a call without them may do something else.
+
+    Of PyTorch's own that is its layers (attention has a fast path): what else asks, as checkpoints do, computes the same.
+    """
+    original = torch.is_grad_enabled
+
+    def is_grad_enabled() -> bool:
+        asker = str(sys._getframe(1).f_globals.get("__name__"))
+        if asker.partition(".")[0] not in ("torch", "graphs") or asker.startswith("torch.nn.modules."):
+            askers.add(asker)
+        return original()
+
+    with patched(torch, "is_grad_enabled", is_grad_enabled):
         yield
 
 

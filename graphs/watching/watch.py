@@ -23,7 +23,7 @@ from graphs.watching.calls import OF_THE_MODEL, Calls
 from graphs.watching.fingerprint import OWN, content_of, described, label, same_content, same_plain
 from graphs.watching.generators import numbers_now
 from graphs.watching.leftovers import Leftover, NotMade, deeper, holds_tensor, leftovers_in
-from graphs.watching.unseen import unseen_refused
+from graphs.watching.unseen import gradient_mode_noted, unseen_refused
 
 _GENERATORS = "Python's generator (random)", "numpy's global generator (numpy.random)"
 
@@ -35,12 +35,14 @@ class Watch:
     reads    for each part of the module, by its path: the attributes of its own ``__dict__`` (or that could be there and hide one
              of its class) that a call read as they were before it
     changed  (path, attribute) of what a call left changed
+    askers   Python modules that asked in a call whether gradients are recorded
     """
 
     def __init__(self, name: str, body: nn.Module) -> None:
         self.name = name
         self.reads: dict[str, set[str]] = {}
         self.changed: set[tuple[str, str]] = set()
+        self.askers: set[str] = set()
         self._leftovers: dict[Hashable, Leftover] = {}  # by place
         self._parts = dict(body.named_modules())
         self._before = {path: dict(vars(part)) for path, part in self._parts.items()}
@@ -65,7 +67,8 @@ class Watch:
         numbers = numbers_now()
         calls = Calls(self.name)
         self._given = set()
-        with self._reading(), unseen_refused(self.name, "forward"), calls, _compiled_apart(calls):
+        noted = gradient_mode_noted(self.askers)
+        with self._reading(), unseen_refused(self.name, "forward"), noted, calls, _compiled_apart(calls):
             yield
         self._compare_numbers(numbers, "forward")
         self._again = self._calls is not None

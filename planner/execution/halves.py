@@ -58,7 +58,7 @@ class Halves:
 
 
 def cut_in_halves(step: Step, schedule: Schedule) -> Halves:
-    """Cut a schedule before the first op that depends on the gradient of the loss, and lower both parts."""
+    """Cut a schedule before the first op that belongs to the backward (``late_ops``), and lower both parts."""
     sources = placeholders(step)
     loss, *others = sorted(range(len(step.results)), key=lambda i: step.results[i].kind != "loss")
     buffers = [i for i in others if step.results[i].kind == "buffer"]
@@ -142,18 +142,19 @@ def copied_bytes(step: Step) -> int:
 
 
 def late_ops(graph: Graph, tangents: Iterable[int]) -> set[int]:
-    """The ops that depend on one of these Values."""
+    """The ops that depend on one of these Values; draws and effects of the backward, which eager execution makes there, whether
+    they depend on one or not; and what depends on these."""
     depends = set(tangents)
     late = set()
     for i, op in enumerate(graph.ops):
-        if not depends.isdisjoint(op.inputs):
+        if (op.backward and (op.random or op.effect)) or not depends.isdisjoint(op.inputs):
             depends.update(op.outputs)
             late.add(i)
     return late
 
 
 def first_late(graph: Graph, schedule: Schedule, tangents: Iterable[int]) -> int:
-    """Index of the first step of a schedule that depends on one of these Values; the length of the schedule where none does."""
+    """Index of the first step of a schedule that runs one of ``late_ops``; the length of the schedule where none does."""
     late = late_ops(graph, tangents)
     return next((at for at, s in enumerate(schedule) if isinstance(s, Compute) and s.op in late), len(schedule))
 
@@ -165,7 +166,7 @@ def not_made(graph: Graph, schedule: Schedule, values: Iterable[int]) -> list[in
 
 
 def _cut(step: Step, schedule: Schedule, early: Iterable[int]) -> int:
-    """The first step of the schedule that depends on the gradient of the loss. The results ``early`` must be made by then."""
+    """The first step of the schedule that belongs to the backward. The results ``early`` must be made by then."""
     graph = step.graph
     tangents = [step.value_of[n] for n, s in zip(placeholders(step), step.sources, strict=True) if s.kind == "tangent"]
     cut = first_late(graph, schedule, tangents)
