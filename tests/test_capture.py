@@ -162,6 +162,15 @@ def evaluation_case() -> Case:
     return case
 
 
+def looks_for_padding_case() -> Case:
+    """A model of transformers that another branch for compilers does not work for."""
+    transformers = pytest.importorskip("transformers")
+    small = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    config = transformers.NystromformerConfig(**small, segment_means_seq_len=8, num_landmarks=2, max_position_embeddings=16)
+    model, ids = transformers.NystromformerForMaskedLM(config), torch.randint(2, 50, (2, 8))
+    return Case(model.train(), {"input_ids": ids, "labels": ids}, lambda model: model(input_ids=ids, labels=ids).loss)
+
+
 def transformers_case(name: str, masked: bool = False, cached: bool = True, **kwargs: Any) -> Case:
     transformers = pytest.importorskip("transformers")
     ids = torch.randint(0, 50, (2, 12))
@@ -268,6 +277,39 @@ def places_of_a_mask(model: Lambda, x: Tensor) -> Tensor:
     places.mul_(0.1)  # what is written is not what the next call begins with
     kinds, counts = torch.unique(columns, return_counts=True)
     return square(model.linear(x)[rows, columns] * places) + model.linear(x)[:, kinds[counts > 1]].sum()
+
+
+def masks_of_constants(model: Lambda, x: Tensor) -> Tensor:
+    """Data is chosen and written by masks that are the same in every call."""
+    y, out = model.linear(x), torch.zeros(4, 8)
+    rows, both = torch.arange(4) % 2 == 0, torch.ones(4, 8).triu(1) > 0
+    out[rows] = y[rows] * 2
+    out[both] = y[both].flip(0)
+    out[~rows, 3:] = 0.5
+    out[None, rows] += y[None, rows]
+    return square(out) + square(y.view(4, 2, 4)[rows, :, 1]) + square(y[torch.tensor(True)])
+
+
+def sizes_beside_writes(model: Lambda, x: Tensor) -> Tensor:
+    """What is known stays known where something else is written to."""
+    sizes, out = torch.tensor([3, 5, 4, 2]), torch.zeros(4, 8)
+    for i in range(4):
+        size = sizes[i].item()
+        out[i, :size] = model.linear(x[i])[:size]
+    sizes[0] = 7
+    return square(out[:, : sizes.max().item()])
+
+
+def experts(model: Lambda, x: Tensor) -> Tensor:
+    """A mixture of experts in single precision."""
+    order = x.sum(1).argsort()
+    parts = F.grouped_mm(x[order], torch.stack([model.linear.weight, model.linear.weight.t()]), offs=torch.tensor([1, 4]).int())
+    return square(parts[:, :3])
+
+
+def cast_to_what_it_is(model: Lambda, x: Tensor) -> Tensor:
+    model.linear = model.linear.to(torch.float32)
+    return square(model.linear(x))
 
 
 def branch_on_what_was_a_constant(model: Lambda, x: Tensor) -> Tensor:
@@ -389,6 +431,11 @@ CASES: dict[str, Callable[[], Case]] = {
     "llama": lambda: transformers_case("llama"),
     "llama without cache bf16": lambda: transformers_case("llama", cached=False, autocast=torch.bfloat16),
     "resnet": lambda: transformers_case("resnet"),
+    "looks for padding to warn of": looks_for_padding_case,
+    "masks of constants": lambda: lambda_case(masks_of_constants, x8),
+    "sizes beside writes": lambda: lambda_case(sizes_beside_writes, x8),
+    "experts": lambda: lambda_case(experts, x8),
+    "cast to what it is": lambda: lambda_case(cast_to_what_it_is, x8),
     "constants": lambda: lambda_case(lambda m, x: square(m.linear(x) * m.plain + torch.tensor([1.0, 2.0] * 4)), x8),
     "unread draw": lambda: lambda_case(lambda m, x: (torch.rand(5), square(F.dropout(m.linear(x), 0.3)))[1], x8),
     "draws of many kinds": lambda: lambda_case(
@@ -1167,6 +1214,25 @@ def overlapping() -> nn.Module:
     return model
 
 
+def asserts_on_data(model, x):
+    assert (x < 5).all(), "a: b"
+    return square(model.linear(x))
+
+
+def branches_in_two_ways(model, x):
+    """The second is left out where a compiler asks, and so is what the step then fails without."""
+    shift = None if torch.compiler.is_compiling() else 0.0
+    if not torch.compiler.is_compiling() and 0 in x.long():
+        shift = 1.0
+    return square(model.linear(x) + shift)
+
+
+def writes_by_a_mask(model, x):
+    y = model.linear(x)
+    y[x > 0] = model.linear.bias.sum()
+    return square(y)
+
+
 def in_double(model, x):
     before = torch.get_default_dtype()
     torch.set_default_dtype(before)  # no harm
@@ -1225,6 +1291,9 @@ REFUSED: dict[str, tuple[Callable[[], Step], str]] = {
     "integers in bounds": (
         lambda: capture(Lambda(lambda m, x: square(m.linear(x) * torch.empty_like(x).random_(0, 5))), x8), "call torch.randint"
     ),
+    "check of data": (lambda: capture(Lambda(asserts_on_data), x8), "that is a check: leave it out, or start Python with -O"),
+    "branch on data after one in a library": (lambda: capture(Lambda(branches_in_two_ways), x8), "branches on data.* in x.long"),
+    "data chosen by a mask": (lambda: capture(Lambda(writes_by_a_mask), x8), r"x\[mask\] = value, torch.where"),
     "branch on a constant overwritten": (lambda: capture(Lambda(branch_on_what_was_a_constant), x8), "branches on data"),
     "mask that may be causal": (
         lambda: capture(TransformerBlock(), (torch.randn(1, 5, 8), torch.randn(5, 5))),

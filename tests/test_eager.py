@@ -958,6 +958,7 @@ def test_attention_takes_its_fast_path_as_outside(frozen: bool) -> None:
             assert same(step(), want)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_an_encoder_that_leaves_out_padding_is_refused() -> None:
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     encoder, padding = nn.TransformerEncoder(layer, 1).eval(), torch.tensor([[False, False, True], [False] * 3])

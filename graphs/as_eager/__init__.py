@@ -3,6 +3,7 @@
 attention       an encoder that leaves out what is padded
 ctc             what stands in for the CTC loss
 draws_in_place  draws into memory that is laid out otherwise than contiguous
+grouped         grouped matrix products in any type
 layouts         the strides that kernels give their results
 products        derivatives of ``prod`` and ``cumprod``
 variances       the loss of Gaussians checks its variances when the step runs

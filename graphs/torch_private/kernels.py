@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 import torch._decomp  # registers the replacements that eager_kernels takes away
 from torch import Tensor
+from torch._meta_registrations import _create_grouped_mm_output_tensor
 from torch._ops import OpOverload, OpOverloadPacket
 
 from graphs.torch_private.patching import patched
@@ -23,6 +24,12 @@ def takes_cudnn_batch_norm(
         return False
     backend: Any = torch._C._select_batch_norm_backend(data, weight, bias, mean, var, True, eps)
     return bool(backend == torch._C._BatchNormBackend.Cudnn)  # type: ignore[attr-defined]
+
+
+def like_grouped_product(a: Tensor, b: Tensor, offs: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
+    """Memory laid out like what ``grouped_mm`` of these returns."""
+    product: Tensor = _create_grouped_mm_output_tensor(a, b, offs, out_dtype)  # type: ignore[no-untyped-call]
+    return product
 
 
 def onednn_enabled() -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import Iterable, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -17,8 +17,11 @@ from graphs.torch_private.names import (
     tree_leaves,
     tree_map_only,
 )
+from graphs.torch_private.tensors import storage_key
+from graphs.watching.calls import written
 
 aten = torch.ops.aten
+_INDEX = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_, aten._unsafe_index, aten._unsafe_index_put}
 
 
 class Constants(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -33,6 +36,8 @@ class Constants(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if getattr(func, "overloadpacket", None) in _INDEX:
+            args = args[0], self._places(args[1]), *args[2:]
         read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if func is aten.lift_fresh.default:  # a literal tensor
             result = func(*args, **kwargs)
@@ -57,9 +62,28 @@ class Constants(TorchDispatchMode):  # type: ignore[no-untyped-call]
             real = tree_leaves(self._really(func, args, kwargs))
             for tensor, content in zip(made, (leaf for leaf in real if isinstance(leaf, Tensor)), strict=True):
                 self._know(tensor, content)
-        elif isinstance(func, OpOverload) and func._schema.is_mutable and any(tensor in self._real for tensor in read):
-            self._real.clear()  # something known was written to, and who shares its memory is not recorded
+        else:
+            self._forget(written(func, args, kwargs) if isinstance(func, OpOverload) else read)
         return result
+
+    def _places(self, indices: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Indices, with the places that known masks choose in their stead: as many in each call. Indexing does the same."""
+        places: list[Tensor | None] = []
+        for index in indices:
+            if index is not None and index.dtype in (torch.bool, torch.uint8) and index.dim() and index in self._real:
+                with no_dispatch():  # apart, as literals may not share their memory
+                    chosen = [place.clone() for place in self._real[index].nonzero(as_tuple=True)]
+                places += map(self._literal, chosen)
+            else:
+                places.append(index)
+        return places
+
+    def _forget(self, tensors: Iterable[Tensor]) -> None:
+        """What was written to is known no longer, and neither is what shares its memory: so does what is known of it."""
+        gone = {storage_key(self._real[tensor]) for tensor in tensors if tensor in self._real}
+        if gone:
+            for tensor in [tensor for tensor, content in self._real.items() if storage_key(content) in gone]:
+                del self._real[tensor]
 
     def _know(self, tensor: Tensor, content: Tensor) -> None:
         self._real[tensor] = content
@@ -75,11 +99,10 @@ class Constants(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _as_literals(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The result of a call whose shape depends on known data, as ``nonzero`` of a mask: tensors like those in the code."""
+        return tree_map_only(Tensor, self._literal, self._really(func, args, kwargs))
 
-        def literal(content: Tensor) -> Tensor:
-            tensor: Tensor = aten.lift_fresh.default(content)
-            with no_dispatch():
-                self._know(tensor, content.clone())  # the graph has the other one, and the code may write to this one
-            return tensor
-
-        return tree_map_only(Tensor, literal, self._really(func, args, kwargs))
+    def _literal(self, content: Tensor) -> Tensor:
+        tensor: Tensor = aten.lift_fresh.default(content)
+        with no_dispatch():
+            self._know(tensor, content.clone())  # the graph has the other one, and the code may write to this one
+        return tensor

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import traceback
 from pathlib import Path
 
@@ -33,8 +34,11 @@ def refusal(name: str, error: Exception) -> CaptureError:
             remedy = "give istft a window that is made in the forward (torch.hann_window), since it checks what that sums up to"
         elif "aten.nonzero" in str(error) and not _place(error):
             remedy = (
-                "that is in a derivative; where it is that of an embedding with padding_idx, use dense gradients (sparse=False)"
+                "that is in a derivative; where it is that of an embedding with padding_idx, use dense gradients (sparse=False), "
+                "where it is that of x[mask] = value, torch.where"
             )
+        elif re.search(r":\d+: assert\b", _place(error)):
+            remedy = "that is a check: leave it out, or start Python with -O, which leaves out all of its kind"
         else:
             remedy = (
                 "rewrite that part with torch.where or masks of fixed shape, or train without a plan, in a block of online.budget"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from graphs.as_eager.attention import padding_refused
 from graphs.as_eager.ctc import ctc_traced
 from graphs.as_eager.draws_in_place import draws_laid_out
+from graphs.as_eager.grouped import grouped_products_traced
 from graphs.as_eager.layouts import kernels_layouts
 from graphs.as_eager.products import products_traced
 from graphs.as_eager.variances import variances_checked_later
@@ -22,6 +24,7 @@ from graphs.rewriting.rewrites import read_sources_directly
 from graphs.torch_private.joint import Joint, as_if_compiling, selective_checkpoints_off, trace_joint
 from graphs.torch_private.kernels import attention_as_eager
 from graphs.torch_private.names import DATA_DEPENDENT, FakeTensor, FunctionalTensor, TreeSpec, tree_unflatten
+from graphs.torch_private.patching import patched
 from graphs.torch_private.running import around_backwards, holding
 from graphs.torch_private.stand_ins import noting_traced, to_fake
 from graphs.tracing.body import Body
@@ -50,11 +53,14 @@ def trace(
     """
     attempts = _Attempts(name, body, state, leaves, spec, where, autocast)
     failed: Exception | None = None  # where it is not by the data
+    asked: Exception | None = None  # where it is
     try:
         with contextlib.suppress(*DATA_DEPENDENT):
             return attempts.once()
-        with contextlib.suppress(*DATA_DEPENDENT):
+        try:
             return attempts.once(known=True)
+        except DATA_DEPENDENT as error:
+            asked = error
     except CaptureError:
         raise
     except Exception as error:
@@ -66,7 +72,7 @@ def trace(
     except Exception as error:
         if failed is None and isinstance(error, CaptureError):
             raise
-        failed = failed or error
+        failed = failed or (asked if asked is not None and not isinstance(error, DATA_DEPENDENT) else error)
     raise refusal(name, failed) from failed
 
 
@@ -99,6 +105,7 @@ class _Attempts:
         self._since: Since | None = None
         self._here = threading.get_ident()
         self._constants: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
+        self._beside: contextlib.AbstractContextManager[object] = contextlib.nullcontext()  # those of the latest call
 
     def once(self, *, known: bool = False) -> tuple[Joint, Watch, list[Leftover]]:
         """Trace. ``known``: the model may branch on what depends on no input."""
@@ -108,6 +115,7 @@ class _Attempts:
             _plain_context(self.where),
             _untouched(watch, self.where),
             ctc_traced(),
+            grouped_products_traced(),
             products_traced(),
             variances_checked_later(),
             kernels_layouts(),
@@ -115,6 +123,7 @@ class _Attempts:
             selective_checkpoints_off(),
             attention_as_eager(),
             padding_refused(self.name),
+            _padding_not_warned_of(),
             around_backwards(self._backward),
             noting_traced() as made,
             Since(made) as since,
@@ -162,7 +171,8 @@ class _Attempts:
         if self._since is not None:
             self._since.call()
         try:
-            with region, self._constants(), self._watch.call():
+            self._beside = self._constants()
+            with region, self._beside, self._watch.call():
                 loss = torch.func.functional_call(self.body, after, (tree_unflatten(filled, self.spec),))
         finally:
             self._in_call = False
@@ -190,7 +200,7 @@ class _Attempts:
             if self._since is not None:
                 self._since.backward = len(self._since.made)
             try:
-                with self._watch.backward(), holding(self.body, now):
+                with self._beside, self._watch.backward(), holding(self.body, now):
                     yield
             finally:
                 self._in_call = False
@@ -243,6 +253,18 @@ def _plain_context(where: torch.device) -> Iterator[None]:
             yield
     finally:
         torch.set_autocast_enabled(where.type, ambient)
+
+
+@contextlib.contextmanager
+def _padding_not_warned_of() -> Iterator[None]:
+    """Have models of transformers go without a look into their token ids, to warn of padding for which no mask is given: a trace
+    has none to look into."""
+    library = sys.modules.get("transformers.modeling_utils")
+    if library is None:
+        yield
+        return
+    with patched(library.PreTrainedModel, "warn_if_padding_and_no_attention_mask", lambda *args, **kwargs: None):
+        yield
 
 
 @contextlib.contextmanager

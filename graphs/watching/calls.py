@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -22,6 +22,14 @@ def written_elsewhere(name: str) -> str:
         f"{name} changes a tensor in place that is neither parameter nor buffer of the model; make it one with register_buffer "
         f"(buffers of a loss: {OF_THE_MODEL})"
     )
+
+
+def written(func: OpOverload[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+    """The tensors that a call writes to."""
+    for i, argument in enumerate(func._schema.arguments if func._schema.is_mutable else ()):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = args[i] if i < len(args) else kwargs.get(argument.name)
+            yield from (leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor))
 
 
 class Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -70,12 +78,8 @@ class Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _check_writes(self, func: OpOverload[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Refuse a write into memory that is there before and after the step, before it is done."""
-        for i, argument in enumerate(func._schema.arguments):
-            given = args[i] if i < len(args) else kwargs.get(argument.name)
-            if argument.alias_info is None or not argument.alias_info.is_write:
-                continue
-            if any(type(leaf) in (Tensor, nn.Parameter) for leaf in tree_leaves(given)):
-                raise CaptureError(written_elsewhere(self.name))
+        if any(type(tensor) in (Tensor, nn.Parameter) for tensor in written(func, args, kwargs)):
+            raise CaptureError(written_elsewhere(self.name))
 
     def _sign(self, leaf: object) -> object:
         if isinstance(leaf, torch.Generator):

@@ -35,6 +35,11 @@ def unseen_refused(name: str, where: str) -> Iterator[None]:
     assigns = refusal(
         f"assigns the .data of a tensor in its {where}, which a captured step would not see; write into the tensor in place"
     )
+
+    def assign(one: Tensor, value: Any) -> None:
+        if value is not one:  # as ``Module.to`` does with what is of that type already
+            assigns()
+
     packs = refusal(
         f"packs saved tensors by hooks (saved_tensors_hooks) in its {where}, which a captured step would not call; take them "
         f"away, a plan saves memory in their place"
@@ -68,7 +73,7 @@ def unseen_refused(name: str, where: str) -> Iterator[None]:
     with (
         patched(torch, "bilinear", instead(bilinear, torch_bilinear)),
         patched(nn.functional, "bilinear", instead(bilinear, torch_bilinear)),
-        patched(Tensor, "data", property(data.__get__, instead(assigns, data.__set__))),
+        patched(Tensor, "data", property(data.__get__, instead(assign, data.__set__))),
         patched(hooks, "__enter__", instead(enter_known, enter)),
         patched(torch, "set_default_dtype", set_same),
     ):

@@ -16,6 +16,7 @@ from torch import Tensor, fx
 
 from graphs.rewriting.rewrites import bernoulli
 from graphs.torch_private.names import OpOverload, TorchDispatchMode, tree_leaves
+from graphs.torch_private.stand_ins import quiet_stand_ins
 
 aten = torch.ops.aten
 # Batch norms that make new running statistics: which output is the first of these, and the call that makes those before alone.
@@ -94,7 +95,7 @@ def _find(call: OpOverload, args: Any, kwargs: Any) -> tuple[str, Any] | None:
 
 def _ends_in(call: OpOverload, candidate: Any, args: Any, kwargs: Any) -> bool:
     """Whether a candidate called with (fake) arguments makes exactly this call with exactly these arguments."""
-    with torch.no_grad(), _Recorder() as recorder:
+    with torch.no_grad(), quiet_stand_ins(), _Recorder() as recorder:
         try:
             candidate(*args, **kwargs)
         except (TypeError, RuntimeError):  # it takes other arguments
