@@ -312,6 +312,14 @@ def cast_to_what_it_is(model: Lambda, x: Tensor) -> Tensor:
     return square(model.linear(x))
 
 
+@torch.library.custom_op("belady_test::drawn_mask", mutates_args=())
+def drawn_mask(like: Tensor) -> Tensor:
+    return torch.rand(like.shape) > 0.5
+
+
+drawn_mask.register_fake(lambda like: torch.empty(like.shape, dtype=torch.bool))
+
+
 def branch_on_what_was_a_constant(model: Lambda, x: Tensor) -> Tensor:
     places = torch.zeros(2, 8)
     row = places[0]
@@ -1294,6 +1302,9 @@ REFUSED: dict[str, tuple[Callable[[], Step], str]] = {
     "check of data": (lambda: capture(Lambda(asserts_on_data), x8), "that is a check: leave it out, or start Python with -O"),
     "branch on data after one in a library": (lambda: capture(Lambda(branches_in_two_ways), x8), "branches on data.* in x.long"),
     "data chosen by a mask": (lambda: capture(Lambda(writes_by_a_mask), x8), r"x\[mask\] = value, torch.where"),
+    "mask that somebody's operator draws": (
+        lambda: capture(Lambda(lambda m, x: square(m.linear(x)[drawn_mask(torch.ones(4))])), x8), "branches on data"
+    ),
     "branch on a constant overwritten": (lambda: capture(Lambda(branch_on_what_was_a_constant), x8), "branches on data"),
     "mask that may be causal": (
         lambda: capture(TransformerBlock(), (torch.randn(1, 5, 8), torch.randn(5, 5))),

@@ -37,7 +37,7 @@ def padding_refused(name: str) -> Iterator[None]:
 def _leaves_out(encoder: nn.TransformerEncoder, src: Tensor) -> bool:
     """Whether it makes nested tensors where it gets a padding mask, if that begins on the right."""
     first = encoder.layers[0]
-    if not encoder.use_nested_tensor or first.training or torch.is_autocast_enabled():
+    if not getattr(encoder, "use_nested_tensor", False) or first.training or torch.is_autocast_enabled():
         return False
     differentiates = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (src, *first.parameters()))
     return torch.backends.mha.get_fastpath_enabled() and not differentiates
