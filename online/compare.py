@@ -15,7 +15,7 @@ from online.runtime import Run, rule, run
 from planner.bounds import least_bytes
 from planner.budget import format_bytes, resolve_budget
 from planner.live import line_of
-from planner.plan import copied_bytes_of, graph_of, solve, solve_halves
+from planner.plan import copied_bytes_of, graph_of, priced, solve, solve_halves
 from planner.result import Plan
 from planner.schedule import Schedule, computes, keep_all, with_frees
 from planner.simulate import simulate
@@ -293,6 +293,8 @@ def compare(
     """
     say = progress or (lambda _: None)
     graph = graph_of(target, "compare")
+    if execute and not isinstance(target, Graph):
+        target = priced(target)
     budgets = [budgets] if isinstance(budgets, int | float | str) else budgets
     heuristics = [heuristics] if isinstance(heuristics, str) else heuristics
     peak_bytes = simulate(graph, keep_all(graph)).peak_bytes

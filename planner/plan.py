@@ -324,7 +324,8 @@ def step_of(
     device: str | torch.device | None = None,
     autocast: torch.dtype | None = None,
 ) -> Step | Graph:
-    """Capture a module and price its ops; a Step or Graph is taken as it is. Raises InputError for options it has no use for."""
+    """Capture a module and price its ops, or those of a Step that has no costs; others, and a Graph, are taken as they are.
+    Raises InputError for options it has no use for."""
     if not isinstance(model, Graph):
         from graphs.capture import Step, capture
 
@@ -342,7 +343,7 @@ def step_of(
     for name, option in of_models.items():
         if option is not None:
             raise InputError(f"{name}= has no meaning for {_a(model)}, which is captured and has its costs; it is for a model")
-    return model
+    return model if isinstance(model, Graph) else priced(model)
 
 
 def copied_bytes_of(target: Step | Graph) -> int | None:
@@ -361,11 +362,16 @@ def graph_of(target: Step | Graph, what: str) -> Graph:
     from graphs.capture import Step
 
     if isinstance(target, Step):
-        return target.graph
+        return priced(target).graph
     raise InputError(
         f"{what} takes a captured Step or a Graph, not {_a(target)}; capture(model, inputs, loss=...) makes a Step, and "
         f"plan(model, ...).step is one"
     )
+
+
+def priced(step: Step) -> Step:
+    """A step whose ops have costs: where none has any, as after ``capture``, those that ``plan`` gives a model's."""
+    return step if step.graph.keep_all_time_ns else with_costs(step, "auto")
 
 
 def _a(thing: object) -> str:

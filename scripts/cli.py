@@ -104,10 +104,15 @@ def _main(argv: Sequence[str] | None) -> int:
 def _check_targets(arguments: argparse.Namespace) -> None:
     """Refuse what cannot be written, two results in one file, and pictures of no kind, before anything is computed."""
     options: dict[str, str] = {}  # by the file they write to
+    asked = getattr(arguments, "workload", None) or []
+    read = [asked] if isinstance(asked, str) else asked
+    sources = {os.path.realpath(path) for name in read for path in (name, name.rpartition(":")[0]) if os.path.isfile(path)}
     for target in ("json", "out", "plot", "save_graph"):
         if (path := getattr(arguments, target, None)) and path != "-":
             check_writable(path)
             option = "--" + target.replace("_", "-")
+            if os.path.realpath(path) in sources:
+                raise InputError(f"{option} names {path}, from which the graph comes: it would be overwritten")
             other = options.setdefault(os.path.realpath(path), option)
             if other != option and (not os.path.exists(path) or os.path.isfile(path)):  # a device takes both
                 raise InputError(f"{other} and {option} name the same file, {path}: one would take the place of the other")
@@ -679,7 +684,7 @@ def _info(arguments: argparse.Namespace) -> int:
             read = f"{cell / 1e6:,.3f} ms" if key.endswith("_ns") and isinstance(cell, int) else read
             share = f"{in_bytes / trace.peak_bytes:.1%} of the keep-all peak" if in_bytes is not None and trace.peak_bytes else ""
             table.add_row(key, text, read, share)
-        _console().print(table)
+        _print_whole(table)
     return _interrupted() if interrupted else DONE
 
 
@@ -699,10 +704,12 @@ def _outcome(plan: Plan, copied_bytes: int | None, left_s: float) -> int:
     if plan.status is Status.INFEASIBLE:
         raise _too_small(plan, copied_bytes, left_s)
     if plan.status is Status.UNKNOWN:
-        reason = f" ({plan.notes['stopped']})" if "stopped" in plan.notes else ""
+        stopped = plan.notes.get("stopped")
+        reason = "" if stopped is None else f" ({stopped})"
+        longer = "a longer --time-limit" if stopped == "time limit" else "a larger --budget"
         raise NoScheduleFound(
             f"{plan.method} found no schedule of {plan.graph.name} in {plan.budget_bytes:,} bytes within {plan.wall_s:.1f} s"
-            f"{reason}, but did not rule one out; try a longer --time-limit or another --method"
+            f"{reason}, but did not rule one out; try {longer} or another --method"
         )
     return DONE
 
@@ -751,7 +758,9 @@ def _print_rows(graph: Graph, rows: Sequence[dict[str, Any]]) -> None:
 
 def _console(width: int | None = None) -> Console:
     """Standard output, as wide as the terminal where none is given; names are written as they are."""
-    return Console(width=width if width is not None or sys.stdout.isatty() else 160, markup=False, emoji=False)
+    width = width if width is not None or sys.stdout.isatty() else 160
+    height = None if width is None else 25  # a terminal that can do nothing is else taken to be 80 wide whatever is asked
+    return Console(width=width, height=height, markup=False, emoji=False)
 
 
 def _print_whole(table: Table) -> None:

@@ -97,6 +97,8 @@ class RowFile:
         rows, rest = _rows(text[:end], self.path), text[end:]
         if rest.strip("\0") and not rest.startswith("{"):  # no part of a row: a file of another kind, which is not ours to cut
             raise InputError(f"{self.path}, line {len(rows) + 1}: expected a row, found {rest[:40]!r}")
+        if text.startswith('{"schema"'):
+            raise InputError(f"{self.path} holds a graph or a plan ({text[:40]!r}), no rows")
         try:
             rows += _rows(rest, self.path)
         except InputError:

@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from decimal import Decimal
 from fractions import Fraction
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
@@ -113,9 +114,14 @@ def budgets_of(asked: Sequence[str], keep_all_peak_bytes: int) -> list[int]:
             found.add(resolve_budget(text, keep_all_peak_bytes))
             continue
         parts = text.split(":")
-        wanted = f"budget {text!r}: a range is FIRST:LAST:STEP, all shares (0.2:0.9:0.05) or all bytes (2GiB:6GiB:512MiB)"
+        wanted = (
+            f"budget {text!r}: a range is FIRST:LAST:STEP, all shares (0.2:0.9:0.05, 20%:90%:5%) or all bytes "
+            f"(2GiB:6GiB:512MiB), FIRST at most LAST and STEP above 0"
+        )
         if len(parts) != 3:
             raise InputError(wanted)
+        percents = [re.fullmatch(r"([0-9]*\.?[0-9]+)%", part) for part in parts]
+        parts = [part if share is None else f"{Decimal(share[1]) / 100:f}" for part, share in zip(parts, percents, strict=True)]
         shares = all(re.fullmatch(r"[0-9]*\.?[0-9]+", part) and Fraction(part) <= 1 for part in parts)
         # Among bytes, 1 is one byte; of a graph without bytes a share is 0, so that shares among them are refused below.
         first, last, step = (

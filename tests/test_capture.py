@@ -31,6 +31,7 @@ from graphs.as_eager.layouts import _relaid, _smaller, kernels_layouts
 from graphs.capture import Inputs, Loss, Step, bind, capture
 from graphs.errors import CaptureError, InputError
 from graphs.torch_private.names import FakeTensorMode
+from online import budget
 from planner.execute import run_step
 from planner.plan import plan
 from planner.schedule import keep_all
@@ -290,6 +291,16 @@ def masks_of_constants(model: Lambda, x: Tensor) -> Tensor:
     return square(out) + square(y.view(4, 2, 4)[rows, :, 1]) + square(y[torch.tensor(True)])
 
 
+def literals_written_to(model: Lambda, x: Tensor) -> Tensor:
+    """What is written to a literal is not what the next call begins with."""
+    factor, rows = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([True, False, True, False])
+    y = model.linear(x) * factor.sum()
+    found = square(y * torch.where(rows, 1.0, 2.0)[:, None])
+    factor.add_(1)
+    rows.logical_not_()
+    return found + square(y[rows, : int(factor[0])] * factor.sum())
+
+
 def sizes_beside_writes(model: Lambda, x: Tensor) -> Tensor:
     """What is known stays known where something else is written to."""
     sizes, out = torch.tensor([3, 5, 4, 2]), torch.zeros(4, 8)
@@ -310,6 +321,19 @@ def experts(model: Lambda, x: Tensor) -> Tensor:
 def cast_to_what_it_is(model: Lambda, x: Tensor) -> Tensor:
     model.linear = model.linear.to(torch.float32)
     return square(model.linear(x))
+
+
+def shares_by_set(x: Tensor) -> Tensor:
+    known, other = torch.zeros(4), x[:, 0].clone()
+    other.set_(known)
+    other.add_(x[:, 0])
+    return known > 0
+
+
+def shares_by_a_large_view(x: Tensor) -> Tensor:
+    known = torch.zeros(4)
+    known.expand(2**19, 4)[0].add_(x[:, 0])
+    return known > 0
 
 
 @torch.library.custom_op("belady_test::drawn_mask", mutates_args=())
@@ -441,6 +465,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "resnet": lambda: transformers_case("resnet"),
     "looks for padding to warn of": looks_for_padding_case,
     "masks of constants": lambda: lambda_case(masks_of_constants, x8),
+    "literals written to": lambda: lambda_case(literals_written_to, x8),
     "sizes beside writes": lambda: lambda_case(sizes_beside_writes, x8),
     "experts": lambda: lambda_case(experts, x8),
     "cast to what it is": lambda: lambda_case(cast_to_what_it_is, x8),
@@ -1038,6 +1063,49 @@ def test_frozen_attention_takes_its_fast_path_as_in_eager_execution(name: str) -
             assert wanted is not None and torch.equal(gradient, wanted), key
 
 
+@pytest.mark.parametrize("shape", [(5, 8), (2, 5, 8)])
+def test_an_encoder_that_leaves_nothing_out_is_captured(shape: tuple[int, ...]) -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 2).requires_grad_(False).eval()
+
+    def forward(model: Lambda, x: Tensor) -> Tensor:
+        return square(model.linear(model.encoder(x, src_key_padding_mask=torch.arange(5).expand(shape[:-1]) > 3)))
+
+    model, x = Lambda(forward), torch.randn(shape)
+    model.encoder = encoder
+    with torch.device("cpu") if len(shape) == 3 else contextlib.nullcontext():  # a mode of the program's
+        step = capture(model, x)
+        assert torch.equal(run_step(step, keep_all(step.graph), x).loss, step.eager(x))
+
+
+@pytest.mark.parametrize("first", ["block", "capture"])
+def test_a_capture_and_a_block_in_two_threads_put_everything_back(first: str) -> None:
+    activation = sys.modules["torch.nn.modules.activation"]
+    before = torch.overrides.has_torch_function, vars(activation)["_is_make_fx_tracing"]
+    inside, go_on = threading.Event(), threading.Event()
+
+    def waits(model: Lambda, x: Tensor) -> Tensor:
+        inside.set()
+        assert go_on.wait(20)
+        return square(model.linear(x))
+
+    thread = threading.Thread(target=lambda: capture(Lambda(waits), x8))
+    block = budget(None)
+    if first == "block":
+        with block:
+            thread.start()
+            assert inside.wait(20)
+        go_on.set()
+        thread.join()
+    else:
+        thread.start()
+        assert inside.wait(20)
+        with block:
+            go_on.set()
+            thread.join()
+    assert (torch.overrides.has_torch_function, vars(activation)["_is_make_fx_tracing"]) == before
+
+
 def ctc_in_a_row(lengths_as: Callable[[list[int]], Any]) -> Step:
     targets, lengths = torch.tensor([1, 2, 3, 4, 5]), (lengths_as([7, 4]), lengths_as([3, 2]))
     model = Lambda(lambda m, x, t, *n: F.ctc_loss(m.linear(x).log_softmax(-1), t, *n))
@@ -1304,6 +1372,15 @@ REFUSED: dict[str, tuple[Callable[[], Step], str]] = {
     "data chosen by a mask": (lambda: capture(Lambda(writes_by_a_mask), x8), r"x\[mask\] = value, torch.where"),
     "mask that somebody's operator draws": (
         lambda: capture(Lambda(lambda m, x: square(m.linear(x)[drawn_mask(torch.ones(4))])), x8), "branches on data"
+    ),
+    "mask in memory shared by set_": (
+        lambda: capture(Lambda(lambda m, x: square(m.linear(x)[shares_by_set(x)])), x8), "branches on data"
+    ),
+    "mask in memory shared by a large view": (
+        lambda: capture(Lambda(lambda m, x: square(m.linear(x)[shares_by_a_large_view(x)])), x8), "branches on data"
+    ),
+    "mask of another shape": (
+        lambda: capture(Lambda(lambda m, x: square(m.linear(x)[torch.tensor([True, False])])), x8), r"mask \[2\] does not match"
     ),
     "branch on a constant overwritten": (lambda: capture(Lambda(branch_on_what_was_a_constant), x8), "branches on data"),
     "mask that may be causal": (

@@ -373,6 +373,29 @@ def test_two_results_in_one_file_are_refused(chain_file: str, tmp_path: Path, ca
     assert main(["plan", chain_file, "--budget", "0.9", "--json", "/dev/null", "--out", "/dev/null"]) == 0
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["plan", "--budget", "0.9", "--out"],
+        ["run", "--budget", "0.9", "--json"],
+        ["sweep", "--budget", "0.9", "--rule", "none", "--out"],
+        ["info", "--save-graph"],
+    ],
+    ids=lambda command: command[0],
+)
+def test_the_graph_that_is_read_is_not_overwritten(
+    command: list[str], chain_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    link, before = tmp_path / "link.json", Path(chain_file).read_bytes()
+    link.symlink_to(chain_file)
+    name, *options = command
+    for target in (chain_file, str(link)):
+        assert main([name, chain_file, *options, target]) == 2
+        told = f"belady: {options[-1]} names {target}, from which the graph comes: it would be overwritten\n"
+        assert capsys.readouterr().err == told
+    assert Path(chain_file).read_bytes() == before
+
+
 def test_a_picture_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from matplotlib.figure import Figure
 

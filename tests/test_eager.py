@@ -2114,6 +2114,7 @@ def test_a_module_says_itself_what_its_parameters_are() -> None:
         assert block.live_bytes >= 4000
 
 
+@pytest.mark.skipif(not REPLACES_IN_PLACE, reason="before torch 2.12 nothing refers weakly to a generator")
 def test_calls_are_known_by_nothing_that_would_be_kept_alive() -> None:
     x, before = torch.ones(4), len(estimates._alike)
     generators = []

@@ -836,6 +836,30 @@ def test_attention_in_evaluation_asks_for_gradients() -> None:
         module(x)
 
 
+def test_frozen_attention_may_be_called_without_gradients() -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).requires_grad_(False).eval()
+    model, x = nn.Sequential(layer, nn.Linear(8, 4)), torch.randn(2, 3, 8)
+    module = plan_of(model, 1.0, inputs=x, loss=lambda out: out.square().sum()).module()
+    with torch.no_grad():
+        assert torch.equal(module(x), model(x).square().sum())
+
+
+def test_another_thread_may_ask_for_gradients_during_a_capture() -> None:
+    done = threading.Event()
+
+    def asks() -> None:
+        while not done.is_set():
+            torch.is_grad_enabled()
+
+    thread = threading.Thread(target=asks)
+    thread.start()
+    try:
+        assert capture(nn.Linear(4, 4), torch.randn(2, 4), loss=lambda out: out.sum()).askers == ()
+    finally:
+        done.set()
+        thread.join()
+
+
 @pytest.mark.parametrize("seed", [None, 0, 1])
 def test_module_is_plain_pytorch_to_the_last_bit(case: Case, seed: int | None) -> None:
     schedule = keep_all(case.graph) if seed is None else rematerializing(case.graph, seed)

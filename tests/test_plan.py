@@ -1,6 +1,7 @@
 """The entry ``plan``: budgets, errors, options."""
 
 from dataclasses import replace
+from pathlib import Path
 from random import Random
 from types import SimpleNamespace
 
@@ -11,7 +12,7 @@ from torch import nn
 from graphs import Graph, GraphMismatch, InfeasibleBudget, InputError, InvalidSchedule, NoScheduleFound, Op, Value
 from graphs.capture import capture
 from graphs.synthetic import linear_network, random_training
-from online import run
+from online import compare, run
 from planner import Compute, Status, keep_all, load_plan, min_budget, plan, simulate, solve
 from planner.early import in_halves, with_early_kept
 from planner.least.smallest import smaller_and_smaller
@@ -188,6 +189,21 @@ def test_what_is_for_models_is_refused_for_what_is_captured(ladder: Graph, optio
     assert min_budget(step).works_bytes == min_budget(step.graph).works_bytes
     with pytest.raises(InputError, match=r"replan must be True, False or a dict of options for plan, not 3"):
         plan(step, 1.0).module(replan=3)  # type: ignore[arg-type]
+
+
+def test_a_step_as_it_was_captured_is_planned_with_costs(tmp_path: Path) -> None:
+    layers = [part for _ in range(6) for part in (nn.Linear(32, 32), nn.Tanh())]
+    model, x = nn.Sequential(*layers, nn.Linear(32, 4)), torch.randn(256, 32)
+    step = capture(model, x, loss=lambda y: y.square().sum())
+    assert step.graph.keep_all_time_ns == 0
+    found, wanted = plan(step, 0.7), plan(model, 0.7, inputs=x, loss=lambda y: y.square().sum())
+    assert found.time_ns == wanted.time_ns and found.overhead == wanted.overhead is not None
+    assert found.graph.keep_all_time_ns > 0
+    assert run(step, 0.8).time_ns == run(found.step, 0.8).time_ns > found.graph.keep_all_time_ns
+    wanted.save(tmp_path / "plan.json")
+    assert load_plan(tmp_path / "plan.json", step).time_ns == wanted.time_ns
+    compared = compare(step, 0.8, heuristics=("dtr",), execute=True, inputs=x)
+    assert compared.plain is not None and compared.blocks[0].trials.keys() == {"cutting_stages", "online:dtr"}
 
 
 def test_an_invalid_start_is_the_callers_mistake(ladder: Graph) -> None:

@@ -68,6 +68,8 @@ def strip(row: Row, *names: str) -> Row:
         (["0.2:0.9:0.3"], [200, 500, 800]),  # the last is not met
         (["0.7:0.7:0.1"], [700]),
         ([".1:1:.45"], [100, 550, 1000]),
+        (["20%:90.5%:35%"], [200, 550, 900]),
+        (["7%:0.21:7%"], [70, 140, 210]),
         (["100:300:100"], [100, 200, 300]),
         (["100:102:1"], [100, 101, 102]),
         (["1KiB:3KiB:1KiB", "0.5", "500B"], [500, 1024, 2048, 3072]),
@@ -406,6 +408,16 @@ def test_a_file_of_another_kind_stays_as_it_is(content: bytes, tmp_path: Path) -
         with pytest.raises(InputError, match=r"line \d|damaged"):
             RowFile(str(path))
     assert path.read_bytes() == content
+
+
+def test_rows_are_not_added_to_a_graph_or_plan(tmp_path: Path) -> None:
+    path = tmp_path / "graph.json"
+    save_graph(training_chain(2), path)
+    for content in (path.read_bytes(), json.dumps(json.loads(path.read_bytes())).encode() + b"\n", b'{"schema": "belady-gr'):
+        path.write_bytes(content)
+        with pytest.raises(InputError, match=r"holds a graph or a plan .*no rows|not JSON"):
+            RowFile(str(path))
+        assert path.read_bytes() == content
 
 
 def test_a_last_row_that_only_lacks_its_end_of_line_stays(tmp_path: Path) -> None:

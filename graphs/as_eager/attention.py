@@ -39,5 +39,8 @@ def _leaves_out(encoder: nn.TransformerEncoder, src: Tensor) -> bool:
     first = encoder.layers[0]
     if not getattr(encoder, "use_nested_tensor", False) or first.training or torch.is_autocast_enabled():
         return False
-    differentiates = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (src, *first.parameters()))
+    tensors = (src, *first.parameters())
+    if src.dim() != 3 or torch.overrides.has_torch_function(tensors):
+        return False
+    differentiates = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     return torch.backends.mha.get_fastpath_enabled() and not differentiates

@@ -48,23 +48,25 @@ def onednn_as(enabled: bool) -> Iterator[None]:
         torch._C._set_mkldnn_enabled(before)
 
 
-@contextlib.contextmanager
-def attention_as_eager() -> Iterator[None]:
-    """Have ``nn.MultiheadAttention`` and encoder layers choose their kernels as eager execution does. In evaluation, where they
-    are frozen, they take a fast path, but not where there is a tracer or any torch-function mode: those of a trace and of a block
-    under a budget do not count here."""
+def _has_torch_function(tensors: tuple[object, ...]) -> bool:
+    """``torch.overrides.has_torch_function``, for which the modes of a trace and of a block under a budget do not count."""
     disabled: Any = torch._C._disabled_torch_function_impl
 
     def overrides(one: object) -> bool:
         return type(one) is not Tensor and getattr(type(one), "__torch_function__", disabled) is not disabled
 
-    def has_torch_function(tensors: tuple[object, ...]) -> bool:
-        stack = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-        modes = {type(mode).__module__ for mode in stack}
-        return any(map(overrides, tensors)) or not all(mode.startswith(("torch.fx.", "online.")) for mode in modes)
+    stack = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    if not all(type(mode).__module__.startswith(("torch.fx.", "online.")) for mode in stack):
+        return True
+    return torch._C._is_torch_function_enabled() and any(map(overrides, tensors))
 
+
+@contextlib.contextmanager
+def attention_as_eager() -> Iterator[None]:
+    """Have ``nn.MultiheadAttention`` and encoder layers choose their kernels as eager execution does. In evaluation, where they
+    are frozen, they take a fast path, but not where there is a tracer or a torch-function mode."""
     with (
-        patched(torch.overrides, "has_torch_function", has_torch_function),
+        patched(torch.overrides, "has_torch_function", _has_torch_function),
         patched(torch.nn.modules.activation, "_is_make_fx_tracing", lambda: False),
     ):
         yield

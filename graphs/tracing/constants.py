@@ -37,11 +37,12 @@ class Constants(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if getattr(func, "overloadpacket", None) in _INDEX:
-            args = args[0], self._places(args[1]), *args[2:]
+            args = args[0], self._places(args[0], args[1]), *args[2:]
         read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if func is aten.lift_fresh.default:  # a literal tensor
             result = func(*args, **kwargs)
-            self._know(result, read[0])
+            with no_dispatch():
+                self._know(result, read[0].clone())  # the graph has the other one, and the code may write to this one
             return result
         # Operators of somebody's own may draw without saying so.
         known = isinstance(func, OpOverload) and func.namespace == "aten" and torch.Tag.nondeterministic_seeded not in func.tags
@@ -64,19 +65,27 @@ class Constants(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for tensor, content in zip(made, (leaf for leaf in real if isinstance(leaf, Tensor)), strict=True):
                 self._know(tensor, content)
         else:
-            self._forget(written(func, args, kwargs) if isinstance(func, OpOverload) else read)
+            self._forget(read if _may_alias(func) else written(func, args, kwargs))
         return result
 
-    def _places(self, indices: Sequence[Tensor | None]) -> list[Tensor | None]:
+    def _places(self, data: Tensor, indices: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Indices, with the places that known masks choose in their stead: as many in each call. Indexing does the same."""
         places: list[Tensor | None] = []
+        at = 0  # dimension of the data
         for index in indices:
-            if index is not None and index.dtype in (torch.bool, torch.uint8) and index.dim() and index in self._real:
+            is_mask = index is not None and index.dtype in (torch.bool, torch.uint8)
+            if index is not None and is_mask and index.dim() and index in self._real:
+                if data.shape[at : at + index.dim()] != index.shape:
+                    raise IndexError(
+                        f"The shape of the mask {list(index.shape)} does not match that of the indexed tensor "
+                        f"{list(data.shape)} at dimension {at}"
+                    )
                 with no_dispatch():  # apart, as literals may not share their memory
                     chosen = [place.clone() for place in self._real[index].nonzero(as_tuple=True)]
                 places += map(self._literal, chosen)
             else:
                 places.append(index)
+            at += index.dim() if index is not None and is_mask else 1
         return places
 
     def _forget(self, tensors: Iterable[Tensor]) -> None:
@@ -107,3 +116,10 @@ class Constants(TorchDispatchMode):  # type: ignore[no-untyped-call]
         with no_dispatch():
             self._know(tensor, content.clone())  # the graph has the other one, and the code may write to this one
         return tensor
+
+
+def _may_alias(func: Any) -> bool:
+    """Whether what a call returns or writes to may share the memory of what it only reads."""
+    if not isinstance(func, OpOverload) or func.overloadpacket is aten.set_:
+        return True
+    return any(each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns)

@@ -84,14 +84,19 @@ def unseen_refused(name: str, where: str) -> Iterator[None]:
 def gradient_mode_noted(askers: set[str]) -> Iterator[None]:
     """Note which Python modules ask inside whether gradients are recorded, so that a call without them may do something else.
 
-    Of PyTorch's own that is its layers (attention has a fast path): what else asks, as checkpoints do, computes the same.
+    Of PyTorch's own that is its attention, which has a fast path, where it asks about tensors that require a gradient: what else
+    asks, as checkpoints do, computes the same.
     """
-    original = torch.is_grad_enabled
+    original, here = torch.is_grad_enabled, threading.get_ident()
 
     def is_grad_enabled() -> bool:
-        asker = str(sys._getframe(1).f_globals.get("__name__"))
-        if asker.partition(".")[0] not in ("torch", "graphs") or asker.startswith("torch.nn.modules."):
-            askers.add(asker)
+        if threading.get_ident() == here:
+            frame = sys._getframe(1)
+            asker = str(frame.f_globals.get("__name__"))
+            about = frame.f_locals.get("tensor_args", ()) if asker.startswith("torch.nn.modules.") else ()
+            differs = any(isinstance(tensor, Tensor) and tensor.requires_grad for tensor in about)
+            if differs or asker.partition(".")[0] not in ("torch", "graphs"):
+                askers.add(asker)
         return original()
 
     with patched(torch, "is_grad_enabled", is_grad_enabled):
