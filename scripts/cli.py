@@ -8,8 +8,8 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -413,10 +413,11 @@ def _diff(arguments: argparse.Namespace) -> int:
 
             status("drawing")
             draw_comparison(comparison, arguments.plot)
+    if arguments.json != "-":  # before anything is written, which may fail
+        _print_comparison(comparison)
     if arguments.json:
         write_rows(arguments.json, comparison.rows())
     if arguments.json != "-":
-        _print_comparison(comparison)
         for what, path in (("rows", arguments.json), ("picture", arguments.plot)):
             if path:
                 print(f"{what} written to {path}")
@@ -453,22 +454,36 @@ def _plan(arguments: argparse.Namespace) -> int:
         )
         row = plan.row()
         interrupted = plan.notes.get("stopped") == "interrupted"
+        unwritten: list[InputError] = []
         if plan.schedule is not None and arguments.out:  # before it is executed, which may fail
-            make_folder(arguments.out)
-            plan.save(arguments.out)
+            with _told_later(unwritten):
+                make_folder(arguments.out)
+                plan.save(arguments.out)
         if plan.schedule is not None and arguments.execute and "halves" not in plan.notes and not interrupted:
             status("executing")
             measured = _measured(loaded, arguments.seed, lambda trials: trials.planned(replace(plan, step=loaded.step)))
             interrupted = measured is None
             row |= measured or {}
-    if arguments.json:
-        write_rows(arguments.json, [row])
     if arguments.json != "-":
         _print_rows(graph, [row])
-        if plan.schedule is not None and arguments.out:
+        if plan.schedule is not None and arguments.out and not unwritten:
             print(f"plan written to {arguments.out}")
+    with _told_later(unwritten):
+        if arguments.json:
+            write_rows(arguments.json, [row])
     _tell_halves(plan)
+    if unwritten:
+        raise unwritten[0]
     return _interrupted() if interrupted else _outcome(plan, copied_bytes, arguments.time_limit - plan.wall_s)
+
+
+@contextmanager
+def _told_later(unwritten: list[InputError]) -> Iterator[None]:
+    """Note that a file could not be written, and go on: what was found is printed first."""
+    try:
+        yield
+    except InputError as error:
+        unwritten.append(error)
 
 
 def _measured(loaded: Loaded, seed: int, trial: Callable[[Trials], Trial]) -> dict[str, Any] | None:
@@ -499,18 +514,23 @@ def _run(arguments: argparse.Namespace) -> int:
         found = run(graph, budget_bytes, heuristic=arguments.heuristic, seed=arguments.seed)
         row = found.row()
         interrupted = False
+        unwritten: list[InputError] = []
         if found.completed and arguments.out:  # before it is executed, which may fail
-            make_folder(arguments.out)
-            found.plan().save(arguments.out)
+            with _told_later(unwritten):
+                make_folder(arguments.out)
+                found.plan().save(arguments.out)
         if found.completed and arguments.execute:
             status("executing")
             measured = _measured(loaded, arguments.seed, lambda trials: trials.online(budget_bytes, arguments.heuristic))
             interrupted = measured is None
             row |= measured or {}
-    if arguments.json:
-        write_rows(arguments.json, [row])
     if arguments.json != "-":
         _print_rows(graph, [row])
+    with _told_later(unwritten):
+        if arguments.json:
+            write_rows(arguments.json, [row])
+    if unwritten:
+        raise unwritten[0]
     if not found.completed:
         raise NoScheduleFound(_unfinished(found))
     return _interrupted() if interrupted else DONE
@@ -668,13 +688,6 @@ def _info(arguments: argparse.Namespace) -> int:
             "smallest_known_bytes": works_bytes,
             "fingerprint": graph.fingerprint(),
         }
-    if arguments.save_graph:
-        from graphs.serialize import save_graph
-
-        make_folder(arguments.save_graph)
-        save_graph(graph, arguments.save_graph)
-    if arguments.json:
-        write_rows(arguments.json, [row])
     if arguments.json != "-":
         table = Table(box=None, show_header=False)
         for key, cell in row.items():
@@ -685,6 +698,13 @@ def _info(arguments: argparse.Namespace) -> int:
             share = f"{in_bytes / trace.peak_bytes:.1%} of the keep-all peak" if in_bytes is not None and trace.peak_bytes else ""
             table.add_row(key, text, read, share)
         _print_whole(table)
+    if arguments.save_graph:
+        from graphs.serialize import save_graph
+
+        make_folder(arguments.save_graph)
+        save_graph(graph, arguments.save_graph)
+    if arguments.json:
+        write_rows(arguments.json, [row])
     return _interrupted() if interrupted else DONE
 
 

@@ -376,6 +376,28 @@ def test_two_results_in_one_file_are_refused(chain_file: str, tmp_path: Path, ca
 @pytest.mark.parametrize(
     "command",
     [
+        ["plan", "--budget", "0.9", "--json"],
+        ["plan", "--budget", "0.9", "--out"],
+        ["run", "--budget", "0.9", "--json"],
+        ["diff", "--budget", "0.9", "--json"],
+        ["info", "--json"],
+    ],
+    ids=" ".join,
+)
+def test_what_was_found_is_printed_though_a_file_cannot_be_written(
+    command: list[str], chain_file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name, *options = command
+    assert main([name, chain_file, *options, "/dev/full"]) == 2
+    printed = capsys.readouterr()
+    assert "keep_all_peak_bytes" in printed.out or "OPTIMAL" in printed.out or "online:" in printed.out
+    assert "written to" not in printed.out
+    assert printed.err == "belady: cannot write /dev/full: No space left on device\n"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
         ["plan", "--budget", "0.9", "--out"],
         ["run", "--budget", "0.9", "--json"],
         ["sweep", "--budget", "0.9", "--rule", "none", "--out"],
