@@ -589,7 +589,10 @@ def _sweep(arguments: argparse.Namespace) -> int:
     places = {fingerprint: place for place, fingerprint in enumerate(graphs)}
     cells.sort(key=lambda cell: (places[cell.fingerprint], -cell.budget_bytes))  # methods stay in the order asked for
     rows = [by_key[cell.key] for cell in cells if cell.key in by_key]
-    written = []
+    if arguments.json != "-":
+        for graph in graphs.values():
+            if of_graph := [row for row in rows if row["fingerprint"] == graph.fingerprint()]:
+                _print_sweep(graph, of_graph)
     if rows:  # interrupted before the first, there is nothing to write or to draw
         if arguments.plot:
             from .plots import draw_sweep
@@ -597,13 +600,8 @@ def _sweep(arguments: argparse.Namespace) -> int:
             draw_sweep(rows, arguments.plot)
         if arguments.json:
             write_rows(arguments.json, rows)
-        written = [("rows", arguments.out), ("rows", arguments.json), ("picture", arguments.plot)]
-    if arguments.json != "-":
-        for graph in graphs.values():
-            if of_graph := [row for row in rows if row["fingerprint"] == graph.fingerprint()]:
-                _print_sweep(graph, of_graph)
-        for what, path in written:
-            if path:
+        for what, path in (("rows", arguments.out), ("rows", arguments.json), ("picture", arguments.plot)):
+            if path and arguments.json != "-":
                 print(f"{what} written to {path}")
     failed = [row for row in rows if row["status"] == sweep.FAILED]
     for row in failed:

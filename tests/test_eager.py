@@ -951,7 +951,7 @@ def test_attention_takes_its_fast_path_as_outside(frozen: bool) -> None:
             found += [parameter.grad for parameter in model[1].parameters() if parameter.grad is not None]
         return found
 
-    assert swept(step, model, 0.6) >= 0
+    swept(step, model, 0.6)
     with torch.device("cpu"):  # a mode of the program's, for which there is none
         want = step()
         with budget(None):
