@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from graphs.errors import GraphMismatch, InputError
@@ -15,7 +15,7 @@ from online.runtime import Run, rule, run
 from planner.bounds import least_bytes
 from planner.budget import format_bytes, resolve_budget
 from planner.live import line_of
-from planner.plan import copied_bytes_of, graph_of, priced, solve, solve_halves
+from planner.plan import copied_bytes_of, graph_of, solve, solve_halves
 from planner.result import Plan
 from planner.schedule import Schedule, computes, keep_all, with_frees
 from planner.simulate import simulate
@@ -294,7 +294,7 @@ def compare(
     say = progress or (lambda _: None)
     graph = graph_of(target, "compare")
     if execute and not isinstance(target, Graph):
-        target = priced(target)
+        target = replace(target, graph=graph)  # with its costs
     budgets = [budgets] if isinstance(budgets, int | float | str) else budgets
     heuristics = [heuristics] if isinstance(heuristics, str) else heuristics
     peak_bytes = simulate(graph, keep_all(graph)).peak_bytes

@@ -18,7 +18,6 @@ from collections import deque
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from decimal import Decimal
 from fractions import Fraction
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
@@ -120,21 +119,27 @@ def budgets_of(asked: Sequence[str], keep_all_peak_bytes: int) -> list[int]:
         )
         if len(parts) != 3:
             raise InputError(wanted)
-        percents = [re.fullmatch(r"([0-9]*\.?[0-9]+)%", part) for part in parts]
-        parts = [part if share is None else f"{Decimal(share[1]) / 100:f}" for part, share in zip(parts, percents, strict=True)]
-        shares = all(re.fullmatch(r"[0-9]*\.?[0-9]+", part) and Fraction(part) <= 1 for part in parts)
-        # Among bytes, 1 is one byte; of a graph without bytes a share is 0, so that shares among them are refused below.
-        first, last, step = (
-            Fraction(part) if shares or re.fullmatch(r"[0-9]+", part) else Fraction(resolve_budget(part, 0)) for part in parts
-        )
+        shares = [share for share in map(_exact_share, parts) if share is not None]
+        in_shares = len(shares) == len(parts)
+        if in_shares:
+            first, last, step = shares
+        else:  # 1 is one byte here; of a graph without bytes a share is 0, so that shares among them are refused below
+            first, last, step = (Fraction(part if re.fullmatch(r"[0-9]+", part) else resolve_budget(part, 0)) for part in parts)
         if not 0 < first <= last or step <= 0:
             raise InputError(wanted)
         if (last - first) / step > MOST_BUDGETS:
             raise InputError(f"budget {text!r} is more than {MOST_BUDGETS:,} budgets")
         for number in range(int((last - first) / step) + 1):
             budget = first + number * step
-            found.add(resolve_budget(float(budget) if shares else int(budget), keep_all_peak_bytes))
+            found.add(resolve_budget(float(budget) if in_shares else int(budget), keep_all_peak_bytes))
     return sorted(found)
+
+
+def _exact_share(text: str) -> Fraction | None:
+    """A share as it is written, 0.2 or 20%; None for bytes."""
+    match = re.fullmatch(r"([0-9]*\.?[0-9]+)(%?)", text)
+    share = None if match is None else Fraction(match[1]) / (100 if match[2] else 1)
+    return share if share is not None and share <= 1 else None
 
 
 def methods_of(asked: Sequence[str]) -> list[str]:

@@ -52,27 +52,23 @@ def trace(
     ``graphs.watching``). Raises CaptureError.
     """
     attempts = _Attempts(name, body, state, leaves, spec, where, autocast)
-    failed: Exception | None = None  # where it is not by the data
-    asked: Exception | None = None  # where it is
     try:
         with contextlib.suppress(*DATA_DEPENDENT):
             return attempts.once()
-        try:
-            return attempts.once(known=True)
-        except DATA_DEPENDENT as error:
-            asked = error
+        return attempts.once(known=True)
     except CaptureError:
         raise
     except Exception as error:
-        failed = error
+        failed, by_data = error, isinstance(error, DATA_DEPENDENT)
     try:
         # Libraries then leave out shortcuts for which they look at the data, and kernels whose fakes refuse what they take.
         with as_if_compiling():
             return attempts.once(known=True)
     except Exception as error:
-        if failed is None and isinstance(error, CaptureError):
+        if by_data and isinstance(error, CaptureError):
             raise
-        failed = failed or (asked if asked is not None and not isinstance(error, DATA_DEPENDENT) else error)
+        if by_data and isinstance(error, DATA_DEPENDENT):
+            failed = error
     raise refusal(name, failed) from failed
 
 
