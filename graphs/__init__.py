@@ -2,6 +2,7 @@
 
 from graphs.errors import (
     BeladyError,
+    BranchChanged,
     BudgetExceeded,
     CaptureError,
     GraphMismatch,
@@ -15,6 +16,7 @@ from graphs.ir import Graph, Op, Value
 
 __all__ = [
     "BeladyError",
+    "BranchChanged",
     "BudgetExceeded",
     "CaptureError",
     "Graph",

@@ -22,6 +22,7 @@ from graphs.torch_private.joint import Joint
 from graphs.torch_private.names import ONE_TRACE_AT_A_TIME
 from graphs.torch_private.running import refusal_to_capture
 from graphs.torch_private.tensors import memory_of, storage_key
+from graphs.tracing.answers import answer_and_place, asked_in
 from graphs.tracing.binding import Binding, Source
 from graphs.tracing.body import Body, device_of, region_of, state_of
 from graphs.tracing.inputs import InputForm, Inputs, Loss, check_input, flatten, leaves_like, own_example, plain, splitter
@@ -129,6 +130,11 @@ class Step:
         needed = _views_behind(reader.all_input_nodes, self._bases)
         return tuple(sorted(needed, key=self._position.__getitem__))
 
+    @property
+    def answers(self) -> tuple[tuple[bool | tuple[int, ...], str], ...]:
+        """What the model is told that asks its data, and where it asks; a run that needs another answer raises BranchChanged."""
+        return tuple(answer_and_place(node) for node in asked_in(self.module.graph))
+
     @functools.cached_property
     def _bases(self) -> frozenset[fx.Node]:
         made = {node for op in range(len(self.calls)) for node in self.made_by(op).values()}
@@ -175,6 +181,11 @@ def capture(
 
     Other threads should not draw at random meanwhile: that is taken for the model's, or comes twice.
 
+    A model may branch on what depends on no input. Where it asks its data for a truth value, it is told what lets a check pass
+    (``assert``, validation of distributions), that numbers are finite, and of integers and truth values among inputs and buffers
+    what holds for the example, and likewise for a few integers (sizes). Each such question is an op of the step, with the outside
+    effect that a run with another answer ends there (BranchChanged), as if it had not begun.
+
     Raises CaptureError where the model, the loss or the inputs cannot be captured.
     """
     if not isinstance(model, nn.Module):
@@ -207,6 +218,7 @@ def capture(
     results = _results(name, joint, state, parameters, leaves, form)
     _refuse_late_writes(name, graph, sources, results)
     _refuse_shared_constants(name, sources, tensors, results)
+    _refuse_turns(name, graph, sources, results)
 
     remove_dead(graph)
     settle(name, graph)
@@ -399,6 +411,31 @@ def _refuse_shared_constants(
                     f"{name} changes its buffer {buffer.name} in its forward, and reads a tensor in the same memory that is "
                     f"neither parameter nor buffer; take that from the buffer in the forward"
                 )
+
+
+def _refuse_turns(name: str, graph: fx.Graph, sources: Sequence[Source], results: Sequence[Result]) -> None:
+    """Refuse an answer of the example that the step itself changes: the next call is told another one."""
+    new = {result.name for result in results if result.kind == "buffer"}
+    changed = {n: s.name for n, s in zip(graph.find_nodes(op="placeholder"), sources, strict=True) if s.name in new}
+    for asked in (each for each in asked_in(graph) if each.args[3]):
+        for node in _all_behind(asked):
+            if node in changed:
+                raise CaptureError(
+                    f"{name} branches on its buffer {changed[node]}, which it changes{asked.args[2]}; where only the first call "
+                    f"does something else, run the model once before"
+                )
+
+
+def _all_behind(node: fx.Node) -> set[fx.Node]:
+    """All nodes from which one is made."""
+    found: set[fx.Node] = set()
+    stack = [node]
+    while stack:
+        for before in stack.pop().all_input_nodes:
+            if before not in found:
+                found.add(before)
+                stack.append(before)
+    return found
 
 
 def _views_behind(nodes: Iterable[fx.Node], bases: frozenset[fx.Node]) -> set[fx.Node]:

@@ -6,6 +6,7 @@
     │   ├── InvalidSchedule           a schedule breaks a rule of ``planner.simulate``
     │   ├── CaptureError              a model cannot be turned into a graph
     │   ├── GraphMismatch             a plan belongs to another graph
+    │   ├── BranchChanged             data takes a model elsewhere than when its step was captured
     │   └── InfeasibleBudget          the budget is proved too small; carries the two numbers that help
     ├── NoScheduleFound               stopped without a schedule, though none was ruled out; exit code 3
     └── BudgetExceeded                a run would need more than its budget; nothing more was allocated
@@ -38,6 +39,20 @@ class CaptureError(InputError):
 
 class GraphMismatch(InputError):
     """A plan was made for another graph."""
+
+
+class BranchChanged(InputError):
+    """A model asks its data, and would do something else now than when its step was captured; the call has changed nothing.
+
+    by_example  a step captured with the batch at hand would do what the model does now
+    """
+
+    def __init__(self, place: str, then: object, now: object, *, by_example: bool) -> None:
+        super().__init__(
+            f"the step was captured for data of which the model is told {then}{place}; now it is {now}. Give such a batch to the "
+            f"model itself (module.step.model)" + (", or capture the step with one" if by_example else "")
+        )
+        self.by_example = by_example
 
 
 class InfeasibleBudget(InputError):

@@ -29,7 +29,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from graphs.as_eager.layouts import _relaid, _smaller, kernels_layouts
 from graphs.capture import Inputs, Loss, Step, bind, capture
-from graphs.errors import CaptureError, InputError
+from graphs.errors import BranchChanged, CaptureError, InputError
 from graphs.torch_private.names import FakeTensorMode
 from online import budget
 from planner.execute import run_step
@@ -508,6 +508,13 @@ CASES: dict[str, Callable[[], Case]] = {
     "regions of autocast inside bf16": lambda: lambda_case(regions_inside, x8, autocast=torch.bfloat16),
     "check of data": lambda: lambda_case(lambda m, x: (torch._assert_async(x.sum() < 100, "100"), square(m.linear(x)))[1], x8),
     "distribution": lambda: lambda_case(lambda m, x: square(Normal(m.linear(x), 1.0, validate_args=False).rsample()), x8),
+    "distribution that looks": lambda: lambda_case(
+        lambda m, x: square(Normal(m.linear(x), m.linear(x).exp(), validate_args=True).rsample()), x8
+    ),
+    "assertion about data": lambda: lambda_case(asserts_on_data, x8),
+    "what is done where numbers are not finite": lambda: lambda_case(clamps_infinities, x8),
+    "the same of large tensors": lambda: lambda_case(clamps_infinities, torch.linspace(-1, 1, 1 << 21).view(-1, 8)),
+    "branches on integers of the example": lambda: lambda_case(as_many_as_asked, x8, torch.tensor([2, 3]), torch.tensor([1, 0])),
     "complex numbers": lambda: lambda_case(complex_numbers, x8),
     "window": lambda: lambda_case(back_from_the_spectrum, x8),
     "products": lambda: lambda_case(products, x8),
@@ -1295,6 +1302,43 @@ def asserts_on_data(model, x):
     return square(model.linear(x))
 
 
+def asserts_of_numbers(model, x):
+    assert x.max().item() < 5
+    return square(model.linear(x))
+
+
+def clamps_infinities(model, x):
+    """The usual ways in which libraries ask."""
+    y = model.linear(x)
+    if torch.isinf(y).any() or torch.isnan(y).any() or (y != y).any() or torch.isnan(y).sum() > 0:
+        y = y.clamp(-1, 1)
+    if not torch.isfinite(y).all() or not (~y.isposinf() & ~torch.isneginf(y)).view(-1).all():
+        y = y.clamp(-1, 1)
+    return square(y)
+
+
+def every_other_call(m, x):
+    if "calls" not in m._buffers:
+        m.register_buffer("calls", torch.tensor(0))
+    if m.calls % 2 == 0:
+        x = -x
+    m.calls += 1
+    return square(m.linear(x))
+
+
+def called_once(model):
+    model(x8)
+    return model
+
+
+def as_many_as_asked(model, x, sizes, mask):
+    """Sizes as numbers and as a shape, and a mask that is not full."""
+    first, second = sizes.tolist()
+    y = model.linear(x)[:first].repeat_interleave(second, 0)
+    starts = torch.repeat_interleave(sizes, sizes)
+    return square(y) if mask.bool().all() else square(y) * starts.sum() * starts.numel()
+
+
 def branches_in_two_ways(model, x):
     """The second is left out where a compiler asks, and so is what the step then fails without."""
     shift = None if torch.compiler.is_compiling() else 0.0
@@ -1360,15 +1404,26 @@ REFUSED: dict[str, tuple[Callable[[], Step], str]] = {
     "loss without signature": (lambda: capture(linear(), x8, loss=torch.sum), "cannot see which arguments the loss"),
     "loss with parameters": (lambda: capture(linear(), x8, loss=linear()), "has parameters of its own"),
     "branch on data": (lambda: capture(Lambda(lambda m, x: m.linear(x).sum() if x.sum() > 0 else x), x8), "branches on data"),
-    "distribution that looks": (
-        lambda: capture(Lambda(lambda m, x: square(Normal(m.linear(x), 1.0, validate_args=True).rsample())), x8),
-        "validate_args=False",
-    ),
     "integers in bounds": (
         lambda: capture(Lambda(lambda m, x: square(m.linear(x) * torch.empty_like(x).random_(0, 5))), x8), "call torch.randint"
     ),
-    "check of data": (lambda: capture(Lambda(asserts_on_data), x8), "that is a check: leave it out, or start Python with -O"),
+    "check of numbers": (lambda: capture(Lambda(asserts_of_numbers), x8), r"let it compare tensors, as in assert \(x > 0\).all"),
     "branch on data after one in a library": (lambda: capture(Lambda(branches_in_two_ways), x8), "branches on data.* in x.long"),
+    "branch on a counter that it moves": (
+        lambda: capture(called_once(Lambda(every_other_call)), x8),
+        r"branches on its buffer calls, which it changes, at .*if m.calls % 2",
+    ),
+    "more integers than sizes": (
+        lambda: capture(Lambda(lambda m, x, y: square(m.linear(x)) * sum(y.tolist())), (x8, torch.arange(129))),
+        "branches on data",
+    ),
+    "shape that follows from a mask of the example": (
+        lambda: capture(Lambda(lambda m, x, mask: square(m.linear(x)[mask])), (x8, torch.ones(4, dtype=torch.bool))),
+        "branches on data",
+    ),
+    "branch on a draw": (
+        lambda: capture(Lambda(lambda m, x: square(m.linear(x) if torch.rand(()) > 0.5 else x)), x8), "branches on data"
+    ),
     "data chosen by a mask": (lambda: capture(Lambda(writes_by_a_mask), x8), r"x\[mask\] = value, torch.where"),
     "mask that somebody's operator draws": (
         lambda: capture(Lambda(lambda m, x: square(m.linear(x)[drawn_mask(torch.ones(4))])), x8), "branches on data"
@@ -1656,7 +1711,7 @@ def test_caches_outside_of_a_model_hold_nothing_of_a_refused_trace(mask):
     assert torch.equal(answer_of(step, step.module(*bind(step, x8))).loss, wanted)
 
 
-@pytest.mark.parametrize(("imports", "scans"), [(False, 1), (True, 3)])
+@pytest.mark.parametrize(("imports", "scans"), [(False, 1), (True, 7)])
 def test_all_objects_are_looked_through_once_unless_something_is_imported(imports, scans, monkeypatch):
     found, objects = [], gc.get_objects
     monkeypatch.setattr(gc, "get_objects", lambda: found.append(None) or objects())
@@ -1666,7 +1721,7 @@ def test_all_objects_are_looked_through_once_unless_something_is_imported(import
             monkeypatch.setitem(sys.modules, f"made_up_{len(found)}", SimpleNamespace())
         return square(model.linear(x)) if x.sum() > 0 else square(x)
 
-    with pytest.raises(CaptureError, match="branches on data"):  # in three attempts
+    with pytest.raises(CaptureError, match="branches on data"):  # in several attempts
         capture(Lambda(branches), x8)
     assert len(found) == scans
 
@@ -1702,6 +1757,33 @@ def test_libraries_may_have_another_way_where_a_fake_kernel_refuses():
         return square(model.linear(x))
 
     assert capture(Lambda(forward), x8).graph.ops
+
+
+def test_what_is_written_into_a_constant_is_asked_for():
+    def forward(model, x, mask):
+        answers = torch.zeros(2, dtype=torch.bool)
+        view = answers[1:]
+        answers[1] = mask.all()
+        return square(model.linear(x)) if view.any() else model.linear(x).sum()
+
+    full, empty = torch.ones(3, dtype=torch.bool), torch.zeros(3, dtype=torch.bool)
+    for taken, other in ((full, empty), (empty, full)):
+        step = capture(Lambda(forward), (x8, taken))
+        assert [answer for answer, _ in step.answers] == [bool(taken[0])]
+        step.module(*bind(step, (x8, taken)))
+        with pytest.raises(BranchChanged, match=f"told {bool(taken[0])}, at .*view.any.*now it is {bool(other[0])}"):
+            step.module(*bind(step, (x8, other)))
+
+
+def test_sizes_asked_for_are_compared():
+    step = capture(Lambda(as_many_as_asked), (x8, torch.tensor([2, 3]), torch.tensor([1, 0])))
+    assert [answer for answer, _ in step.answers] == [(2,), (3,), (2, 3), False]
+    for sizes, mask, message in (
+        ([2, 4], [1, 0], r"told \(3,\), at .*tolist.*now it is \(4,\)"),
+        ([2, 3], [1, 1], "told False, at .*mask.bool.*now it is True"),
+    ):
+        with pytest.raises(BranchChanged, match=message):
+            step.module(*bind(step, (x8, torch.tensor(sizes), torch.tensor(mask))))
 
 
 def test_refusals_name_the_line():

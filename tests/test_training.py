@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from graphs.errors import BudgetExceeded, CaptureError, InfeasibleBudget, InputError
+from graphs.errors import BranchChanged, BudgetExceeded, CaptureError, InfeasibleBudget, InputError
 from planner import plan
 from planner.execution.replan import ReplanningModule
 from planner.result import Plan
@@ -200,7 +200,7 @@ def test_planning_again_keeps_one_plan_per_shape_in_the_same_bytes(caplog: pytes
     assert len(said) == 3
     assert "(192, 32), (32,), (192,)" in said[0]
     assert f"{first.budget_bytes:,} bytes" in said[0]
-    peaks = [other.peak_bytes for other in module._others.values()]
+    peaks = [other.peak_bytes for others in module._others.values() for other in others]
     assert all(peak <= first.budget_bytes for peak in peaks)
     (large,) = batches(1, 4096)
     with pytest.raises(InfeasibleBudget, match=f"cannot run in {first.budget_bytes:,} bytes"):
@@ -261,6 +261,89 @@ def test_inputs_laid_out_otherwise_have_a_plan_of_their_own() -> None:
     for given, plans in ((images, 1), (images.to(memory_format=torch.channels_last), 2), (images.clone(), 2)):
         same(module(given), model(given).square().mean())
         assert module.planned == plans
+
+
+class Asking(nn.Module):
+    """Asks its mask, and whether its numbers are finite."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(32)
+        self.layers = nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Dropout(0.2), nn.Linear(32, 32))
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        y = self.layers(self.norm(x))
+        if not mask.all():
+            y = torch.where(mask, y, 0)
+        if not torch.isfinite(y).all():
+            y = y.nan_to_num()
+        return y.square().mean()
+
+
+def test_what_goes_another_way_by_its_data_is_planned_for_when_it_comes() -> None:
+    model = Asking()
+    twin = copy.deepcopy(model)
+    x = torch.randn(64, 32)
+    full, half = torch.ones(64, 1, dtype=torch.bool), torch.arange(64).view(64, 1) > 30
+    first = plan(model, 0.9, inputs=(x, full), time_limit_s=5)
+    assert [answer for answer, _ in first.step.answers] == [True, True]
+    with pytest.raises(BranchChanged, match=r"told True, at .*if not mask.all\(\):; now it is False.*or capture the step with"):
+        first.module()(x, half)
+    module = first.module(replan={"time_limit_s": 5})
+    results = []
+    for call, part in ((twin, twin), (module, module)):
+        torch.manual_seed(7)
+        losses = []
+        for mask in (full, half, full, ~half):
+            losses.append(call(x, mask))
+            losses[-1].backward()
+        results.append((losses, [p.grad for p in part.parameters()], part.state_dict()))
+    same(results[1], results[0])
+    assert module.planned == 2
+    x[3, 4] = torch.inf
+    for mask in (full, half):
+        with pytest.raises(BranchChanged, match=r"isfinite\(y\).all\(\):; now it is False. Give such a batch to the model"):
+            module(x, mask)
+    assert module.planned == 2
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_another_answer_takes_the_call_back(in_backward: bool) -> None:
+    """Buffers, generator and gradients are as before it, and the next batch trains as if it had not been."""
+
+    class Asked(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            return gradient if torch.isfinite(gradient).all() else gradient.nan_to_num()
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(nn.BatchNorm1d(32), nn.Dropout(0.2), nn.Linear(32, 32), nn.GELU())
+
+        def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+            y = self.layers(x)
+            if in_backward:
+                return (Asked.apply(y) * scale).sum()
+            return (y.clamp(-1, 1) if torch.isnan(y).any() else y * scale).sum()
+
+    model, x, scale = Model(), torch.randn(64, 32), torch.tensor(2.0)
+    for budget in (1.0, 0.9):
+        module = plan(model, budget, inputs=(x, scale), time_limit_s=5).module()
+        module(x, scale).backward()
+        before = copy.deepcopy((model.state_dict(), [p.grad for p in model.parameters()], torch.get_rng_state()))
+        if in_backward:
+            loss = module(x, torch.tensor(torch.inf))
+            with pytest.raises(BranchChanged, match="told True"):
+                loss.backward()
+        else:
+            with pytest.raises(BranchChanged, match="told False"):
+                module(x.clone().fill_(torch.nan), scale)
+        same((model.state_dict(), [p.grad for p in model.parameters()], torch.get_rng_state()), before)
 
 
 def test_planning_again_is_for_shapes_and_not_for_edits() -> None:

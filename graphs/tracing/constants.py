@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterable, MutableMapping, Sequence
 from typing import Any
 
@@ -21,7 +22,17 @@ from graphs.torch_private.tensors import storage_key
 from graphs.watching.calls import written
 
 aten = torch.ops.aten
+_ASKS = {aten._local_scalar_dense.default, aten.equal.default}  # the latter as istft compares what its window sums up to
 _INDEX = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_, aten._unsafe_index, aten._unsafe_index_put}
+
+
+class KnownFor(enum.IntEnum):
+    """For which calls of a step the content of a tensor is known: those whose numbers are as is assumed, those whose inputs and
+    buffers are like the example's, or all."""
+
+    ASSUMED = 0
+    EXAMPLE = 1
+    EVERY_CALL = 2
 
 
 class Constants(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -44,26 +55,52 @@ class Constants(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # Operators of somebody's own may draw without saying so.
         known = isinstance(func, OpOverload) and func.namespace == "aten" and torch.Tag.nondeterministic_seeded not in func.tags
         known = known and all(tensor in self._real for tensor in read)
-        if known and func is aten._local_scalar_dense.default:
-            with no_dispatch():
-                return self._real[read[0]].item()
-        if known and func is aten.equal.default:  # as istft compares what its window sums up to
-            with no_dispatch():
-                return torch.equal(*(self._real[tensor] for tensor in read))
+        if func in _ASKS:
+            answer = self._answer(func, read, known=known)
+            if answer is not None:
+                return answer
         try:
             result = func(*args, **kwargs)
         except DynamicOutputShapeException:
-            if not known:
+            if not known or not self._shapes_asked(read):
                 raise
             return self._as_literals(func, args, kwargs)
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        if known and all(tensor.numel() <= self.LIMIT for tensor in made):
-            real = tree_leaves(self._really(func, args, kwargs))
-            for tensor, content in zip(made, (leaf for leaf in real if isinstance(leaf, Tensor)), strict=True):
-                self._know(tensor, content)
-        else:
+        contents = self._contents(func, args, kwargs, made, known=known)
+        if contents is None:
             self._forget(read if _may_alias(func) else written(func, args, kwargs))
+            return result
+        known_for = self._known_for(read)
+        if known_for is not KnownFor.EVERY_CALL:
+            self._doubt(written(func, args, kwargs), known_for)
+        for tensor, content in zip(made, contents, strict=True):
+            self._know(tensor, content, known_for)
         return result
+
+    def _contents(self, func: Any, args: Any, kwargs: Any, made: Sequence[Tensor], *, known: bool) -> list[Tensor] | None:
+        """What is in the tensors that a call made; None where that is not known."""
+        if not known or any(tensor.numel() > self.LIMIT for tensor in made):
+            return None
+        return [leaf for leaf in tree_leaves(self._really(func, args, kwargs)) if isinstance(leaf, Tensor)]
+
+    def _known_for(self, tensors: Iterable[Tensor]) -> KnownFor:
+        """For which calls that is what is in these tensors."""
+        return KnownFor.EVERY_CALL
+
+    def _doubt(self, tensors: Iterable[Tensor], known_for: KnownFor) -> None:
+        """What was written to, and what shares its memory, is known for these calls at most."""
+
+    def _shapes_asked(self, tensors: Iterable[Tensor]) -> bool:
+        """Whether shapes may follow from what is in these tensors."""
+        return True
+
+    def _answer(self, func: Any, asked: Sequence[Tensor], *, known: bool) -> Any:
+        """What the model is told that asks these tensors; None where that is left to the trace."""
+        if not known:
+            return None
+        with no_dispatch():
+            contents = [self._real[tensor] for tensor in asked]
+            return torch.equal(*contents) if func is aten.equal.default else contents[0].item()
 
     def _places(self, data: Tensor, indices: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Indices, with the places that known masks choose in their stead: as many in each call. Indexing does the same."""
@@ -71,7 +108,7 @@ class Constants(TorchDispatchMode):  # type: ignore[no-untyped-call]
         at = 0  # dimension of the data
         for index in indices:
             is_mask = index is not None and index.dtype in (torch.bool, torch.uint8)
-            if index is not None and is_mask and index.dim() and index in self._real:
+            if index is not None and is_mask and index.dim() and self._is_constant(index):
                 if data.shape[at : at + index.dim()] != index.shape:
                     raise IndexError(
                         f"The shape of the mask {list(index.shape)} does not match that of the indexed tensor "
@@ -85,14 +122,20 @@ class Constants(TorchDispatchMode):  # type: ignore[no-untyped-call]
             at += index.dim() if index is not None and is_mask else 1
         return places
 
-    def _forget(self, tensors: Iterable[Tensor]) -> None:
-        """What was written to is known no longer, and neither is what shares its memory: so does what is known of it."""
-        gone = {storage_key(self._real[tensor]) for tensor in tensors if tensor in self._real}
-        if gone:
-            for tensor in [tensor for tensor, content in self._real.items() if storage_key(content) in gone]:
-                del self._real[tensor]
+    def _is_constant(self, tensor: Tensor) -> bool:
+        return tensor in self._real and self._known_for([tensor]) is KnownFor.EVERY_CALL
 
-    def _know(self, tensor: Tensor, content: Tensor) -> None:
+    def _forget(self, tensors: Iterable[Tensor]) -> None:
+        """What was written to is known no longer, and neither is what shares its memory."""
+        for tensor in self._sharing(tensors):
+            del self._real[tensor]
+
+    def _sharing(self, tensors: Iterable[Tensor]) -> list[Tensor]:
+        """The known ones among these, and what else is known in their memory: what is known of it shares memory, too."""
+        keys = {storage_key(self._real[tensor]) for tensor in tensors if tensor in self._real}
+        return [tensor for tensor, content in self._real.items() if storage_key(content) in keys] if keys else []
+
+    def _know(self, tensor: Tensor, content: Tensor, known_for: KnownFor = KnownFor.EVERY_CALL) -> None:
         self._real[tensor] = content
         inner = getattr(tensor, "elem", None)  # a wrapper's own ``tolist`` asks what it wraps
         if isinstance(inner, Tensor):

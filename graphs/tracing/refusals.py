@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -25,20 +26,15 @@ def refusal(name: str, error: Exception) -> CaptureError:
             f"False"
         )
     if isinstance(error, DATA_DEPENDENT) or "its data is not allocated yet" in str(error):  # that is read past the dispatcher
-        if any(frame.filename.endswith("distributions/distribution.py") for frame in traceback.extract_tb(error.__traceback__)):
-            remedy = (
-                "give the distribution validate_args=False, so that it does not look at its arguments (StudentT and others hand "
-                "this on to none they are made of: call torch.distributions.Distribution.set_default_validate_args(False))"
-            )
-        elif "aten.equal" in str(error) and "istft" in _place(error):
+        if "aten.equal" in str(error) and "istft" in _place(error):
             remedy = "give istft a window that is made in the forward (torch.hann_window), since it checks what that sums up to"
         elif "aten.nonzero" in str(error) and not _place(error):
             remedy = (
                 "that is in a derivative; where it is that of an embedding with padding_idx, use dense gradients (sparse=False), "
                 "where it is that of x[mask] = value, torch.where"
             )
-        elif re.search(r":\d+: assert\b", _place(error)):
-            remedy = "that is a check: leave it out, or start Python with -O, which leaves out all of its kind"
+        elif is_check(_place(error)):
+            remedy = "that is a check of numbers: let it compare tensors, as in assert (x > 0).all(), or leave it out"
         else:
             remedy = (
                 "rewrite that part with torch.where or masks of fixed shape, or train without a plan, in a block of online.budget"
@@ -76,12 +72,22 @@ def told(error: Exception) -> str:
 
 def _place(error: Exception) -> str:
     """Where in the model or its libraries an error comes from, for a message."""
+    return place_among(traceback.extract_tb(error.__traceback__))
+
+
+def place_among(frames: Sequence[traceback.FrameSummary]) -> str:
+    """The innermost of these frames that is in the model or its libraries, for a message."""
     graphs = Path(__file__).parents[1]
     ours = (str(Path(torch.__file__).parent), str(graphs), str(graphs.with_name("planner")))
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+    for frame in reversed(frames):
         if not frame.filename.startswith((*ours, "<frozen")):  # the last are imports
             return f", at {frame.filename.rpartition('site-packages/')[2]}:{frame.lineno}: {frame.line}"
     return ""
+
+
+def is_check(place: str) -> bool:
+    """Whether a place, as ``place_among`` words it, is an assertion."""
+    return re.search(r":\d+: assert\b", place) is not None
 
 
 def _first_line(error: Exception) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -27,6 +28,7 @@ from graphs.torch_private.names import DATA_DEPENDENT, FakeTensor, FunctionalTen
 from graphs.torch_private.patching import patched
 from graphs.torch_private.running import around_backwards, holding
 from graphs.torch_private.stand_ins import noting_traced, to_fake
+from graphs.tracing.answers import Answers
 from graphs.tracing.body import Body
 from graphs.tracing.constants import Constants
 from graphs.tracing.refusals import reads_an_earlier_call, refusal, written_late
@@ -35,6 +37,8 @@ from graphs.watching.leaks import Caches
 from graphs.watching.leftovers import Leftover
 from graphs.watching.outside import Since, left_outside
 from graphs.watching.watch import Watch
+
+Beside = contextlib.AbstractContextManager[object]
 
 
 def trace(
@@ -52,23 +56,24 @@ def trace(
     ``graphs.watching``). Raises CaptureError.
     """
     attempts = _Attempts(name, body, state, leaves, spec, where, autocast)
-    try:
-        with contextlib.suppress(*DATA_DEPENDENT):
-            return attempts.once()
-        return attempts.once(known=True)
-    except CaptureError:
-        raise
-    except Exception as error:
-        failed, by_data = error, isinstance(error, DATA_DEPENDENT)
-    try:
-        # Libraries then leave out shortcuts for which they look at the data, and kernels whose fakes refuse what they take.
-        with as_if_compiling():
-            return attempts.once(known=True)
-    except Exception as error:
-        if by_data and isinstance(error, CaptureError):
-            raise
-        if by_data and isinstance(error, DATA_DEPENDENT):
-            failed = error
+    # As if compiling, libraries leave out shortcuts for which they look at data, and kernels whose fakes refuse what they take.
+    # Answered data comes last: a step that asks nothing is for every batch, one that asks what only the example answers for few.
+    plain: Callable[[], Beside] = contextlib.nullcontext
+    knowing: tuple[Callable[[], Beside], ...] = Constants, Answers, attempts.answers
+    failed: Exception | None = None
+    for beside, region in [(plain, plain), *itertools.product(knowing, (plain, as_if_compiling))]:
+        asks = failed is None or isinstance(failed, DATA_DEPENDENT)
+        if not asks and (beside is not Constants or region is not as_if_compiling):
+            continue
+        try:
+            with region():
+                return attempts.once(beside)
+        except Exception as error:
+            if asks and isinstance(error, CaptureError):
+                raise
+            if asks and (isinstance(error, DATA_DEPENDENT) or region is not as_if_compiling):
+                failed = error
+    assert failed is not None
     raise refusal(name, failed) from failed
 
 
@@ -100,13 +105,18 @@ class _Attempts:
         self._in_call = False
         self._since: Since | None = None
         self._here = threading.get_ident()
-        self._constants: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
-        self._beside: contextlib.AbstractContextManager[object] = contextlib.nullcontext()  # those of the latest call
+        self._examples: list[tuple[Tensor, Tensor]] = []  # stand-ins of the latest call, with what they stand for
+        self._knowing: Callable[[], Beside] = contextlib.nullcontext
+        self._beside: Beside = contextlib.nullcontext()  # that of the latest call
 
-    def once(self, *, known: bool = False) -> tuple[Joint, Watch, list[Leftover]]:
-        """Trace. ``known``: the model may branch on what depends on no input."""
+    def answers(self) -> Answers:
+        """Around a call: the model may branch on its data, for which that of the example is taken."""
+        return Answers(self._examples)
+
+    def once(self, beside: Callable[[], Beside] = contextlib.nullcontext) -> tuple[Joint, Watch, list[Leftover]]:
+        """Trace. ``beside``: what is known of the data around a call, and so what the model may branch on."""
         watch = self._watch = Watch(self.name, self.body)
-        self._constants = Constants if known else contextlib.nullcontext
+        self._knowing = beside
         with (
             _plain_context(self.where),
             _untouched(watch, self.where),
@@ -159,6 +169,8 @@ class _Attempts:
             filled[i] = tensor
         given = {f"model.{key}": tensor for key, tensor in zip(self.state, state_now, strict=True)}
         self._held = given
+        buffers = [(given[f"model.{key}"], t) for key, t in self.state.items() if not isinstance(t, nn.Parameter)]
+        self._examples = [*zip(tensors_now, (self.leaves[i] for i in self._slots), strict=True), *buffers]
         passed = {key: tensor.clone() if key in self._assigned else tensor for key, tensor in given.items()}
         after = dict(passed)
         # The backward stays outside of the region, as it does in a training loop.
@@ -167,7 +179,7 @@ class _Attempts:
         if self._since is not None:
             self._since.call()
         try:
-            self._beside = self._constants()
+            self._beside = self._knowing()
             with region, self._beside, self._watch.call():
                 loss = torch.func.functional_call(self.body, after, (tree_unflatten(filled, self.spec),))
         finally:

@@ -9,6 +9,7 @@ from typing import Any, cast
 from torch import Tensor
 
 from graphs.capture import Inputs, capture
+from graphs.errors import BranchChanged
 from graphs.torch_private.names import tree_flatten
 from graphs.torch_private.running import left_to_run
 from graphs.torch_private.tensors import storage_key
@@ -25,13 +26,14 @@ class ReplanningModule(PlannedModule):
 
     Inputs of a shape that is new are captured and planned for when they come first, with ``options`` (of ``planner.plan``;
     by default the method and the seed of the first plan), and one line about it is logged (logger "belady", level INFO). A
-    number or text among the inputs that is new counts as a new shape, and so do inputs of which others share their memory.
+    number or text among the inputs that is new counts as a new shape, and so do inputs of which others share their memory. A
+    shape has several plans where the model asks its inputs and goes on otherwise than for the example.
     ``code`` and ``peak_bytes`` are those of the first plan; ``planned`` is how many there are.
 
     A call raises what ``plan`` raises for its inputs: InfeasibleBudget where they need more than the budget, CaptureError.
     """
 
-    _others: dict[Hashable, PlannedModule] = {}  # noqa: RUF012  # every object has its own
+    _others: dict[Hashable, list[PlannedModule]] = {}  # noqa: RUF012  # every object has its own
     _first: Hashable = None
     _plan: Plan | None = None
     _options: Mapping[str, Any] = {}
@@ -55,7 +57,7 @@ class ReplanningModule(PlannedModule):
     @property
     def planned(self) -> int:
         """How many plans there are."""
-        return 1 + len(self._others)
+        return 1 + sum(map(len, self._others.values()))
 
     @left_to_run
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -64,12 +66,16 @@ class ReplanningModule(PlannedModule):
         inputs = inputs_of_call(self.step, args, kwargs)
         leaves, spec = tree_flatten(plain(inputs))
         shape: Hashable = (str(spec), *map(_kind, leaves), _sharing(map(_memory, leaves)))
-        if shape == self._first:
-            return super().forward(*args, **kwargs)
         with self.one_at_a_time:
-            if shape not in self._others:
-                self._others[shape] = self._plan_for(inputs)
-        return self._others[shape](*args, **kwargs)
+            others = self._others.setdefault(shape, [])
+            for call in [*([super().forward] if shape == self._first else ()), *others]:
+                try:
+                    return call(*args, **kwargs)
+                except BranchChanged as changed:
+                    if not changed.by_example:
+                        raise
+            others.append(self._plan_for(inputs))
+        return others[-1](*args, **kwargs)
 
     def _plan_for(self, inputs: Inputs) -> PlannedModule:
         before, options = cast(Plan, self._plan), dict(self._options)
