@@ -97,7 +97,7 @@ def chosen(name: str, **sizes: int | None) -> tuple[str, dict[str, int]]:
     if workload is None or not all(named):
         raise InputError(
             f"unknown workload {name!r}; there are: {', '.join(WORKLOADS)}, also with sizes (gpt2-depth24-seq64); your own is "
-            f"path.py:function"
+            f"path.py:function, and graph files end in .json, .json.gz, .log or .log.gz"
         )
     asked = asked_for(**sizes)
     for part in filter(None, named):

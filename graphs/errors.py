@@ -99,6 +99,12 @@ class BudgetExceeded(BeladyError):
         self.budget_bytes = budget_bytes
 
 
+def a_kind(thing: object) -> str:
+    """What a message calls something of the wrong kind: "an int", "a Step"."""
+    name = type(thing).__name__
+    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
+
+
 def check_positive(**given: object) -> None:
     """Refuse what is no positive integer, by its name. Raises InputError."""
     for name, number in given.items():

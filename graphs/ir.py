@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 
-from graphs.errors import InvalidGraph
+from graphs.errors import InputError, InvalidGraph, a_kind
 
 WRITTEN_OUT = 12  # ops
 
@@ -121,6 +121,12 @@ class Graph:
     def in_order(self, order: Sequence[int]) -> Graph:
         """The same graph with its ops in another order: op ``order[i]`` becomes op i. Values keep their numbers."""
         return replace(self, ops=tuple(self.ops[v] for v in order))
+
+
+def check_graph(graph: object, what: str) -> None:
+    """Refuse what is no Graph. Raises InputError; ``what`` names the function that was given it."""
+    if not isinstance(graph, Graph):
+        raise InputError(f"{what} takes a Graph (that of a captured Step is step.graph), not {a_kind(graph)}")
 
 
 def _check(graph: Graph) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:

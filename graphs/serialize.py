@@ -33,7 +33,7 @@ _OP_OPTIONS: dict[str, tuple[type, int | str]] = {
 
 
 def to_dict(graph: Graph) -> dict[str, Any]:
-    """What ``save_graph`` writes, as plain lists, strings and numbers."""
+    """What is in a file of ``save_graph``, as plain lists, strings and numbers."""
     ops = []
     for op in graph.ops:
         entry: dict[str, Any] = {"name": op.name, "inputs": list(op.inputs), "outputs": list(op.outputs), "time_ns": op.time_ns}
@@ -74,15 +74,20 @@ def from_dict(content: dict[str, Any]) -> Graph:
     return Graph(content["name"], tuple(ops), tuple(values), resident, outputs, content["device"])
 
 
-def save_graph(graph: Graph, path: str | os.PathLike[str]) -> None:
-    """Write ``graph`` as JSON, one op a line, gzipped where the name ends in ``.gz``."""
+def to_text(graph: Graph) -> str:
+    """What ``save_graph`` writes: JSON, one op a line."""
     lines = []
     for key, entry in to_dict(graph).items():
         text = json.dumps(entry)
         if key == "ops" and entry:
             text = "[\n" + ",\n".join(json.dumps(op) for op in entry) + "\n]"
         lines.append(f"{json.dumps(key)}: {text}")
-    write_whole(path, "{" + ",\n".join(lines) + "}\n")
+    return "{" + ",\n".join(lines) + "}\n"
+
+
+def save_graph(graph: Graph, path: str | os.PathLike[str]) -> None:
+    """Write ``graph`` as JSON, gzipped where the name ends in ``.gz``."""
+    write_whole(path, to_text(graph))
 
 
 def load_graph(path: str | os.PathLike[str]) -> Graph:

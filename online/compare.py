@@ -13,7 +13,7 @@ from online.engines.engine import Option
 from online.heuristics import DEFAULT_RULE
 from online.runtime import Run, rule, run
 from planner.bounds import least_bytes
-from planner.budget import format_bytes, resolve_budget
+from planner.budget import format_bytes, listed, resolve_budget
 from planner.live import line_of
 from planner.plan import copied_bytes_of, graph_of, solve, solve_halves
 from planner.result import Plan
@@ -282,7 +282,7 @@ def compare(
 ) -> Comparison:
     """Plan and run online under each budget; with ``execute`` also do both for real on the step's device.
 
-    budgets, heuristics  several, or one
+    budgets, heuristics  several, each counted once, or one
     inputs           arguments of one training step, as given to ``capture``; needed to execute
     splits           also find what the distance of each online run is made of (``Split``)
     progress         called with a short sentence before each part, and with what is known of a plan while it is sought
@@ -295,10 +295,10 @@ def compare(
     graph = graph_of(target, "compare")
     if execute and not isinstance(target, Graph):
         target = replace(target, graph=graph)  # with its costs
-    budgets = [budgets] if isinstance(budgets, int | float | str) else budgets
-    heuristics = [heuristics] if isinstance(heuristics, str) else heuristics
+    budgets = listed(budgets, "compare")
+    heuristics = [heuristics] if isinstance(heuristics, str) else list(dict.fromkeys(heuristics))
     peak_bytes = simulate(graph, keep_all(graph)).peak_bytes
-    resolved = [resolve_budget(budget, peak_bytes) for budget in budgets]
+    resolved = list(dict.fromkeys(resolve_budget(budget, peak_bytes) for budget in budgets))  # 0.5 and "50%" are one budget
     whole = solve(graph, peak_bytes, method="keep_all")
     trials, copied_bytes = None, None
     if execute:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from fractions import Fraction
-from numbers import Integral
+from numbers import Integral, Real
 
 from graphs.errors import InputError
 
@@ -19,8 +20,8 @@ _UNITS = {"": 1, "b": 1} | {
 def resolve_budget(budget: int | float | str, keep_all_peak_bytes: int) -> int:
     """Bytes of a budget.
 
-    budget  bytes as an int (numpy's too) or as text with a unit ("6GiB", "500 MB", "1.5e9"), or a float (or its text, "0.5"
-            or "50%") in (0, 1]: that share of the keep-all peak, rounded down
+    budget  bytes as an int or as text with a unit ("6GiB", "500 MB", "1.5e9"), or a float (or its text, "0.5" or "50%") in
+            (0, 1]: that share of the keep-all peak, rounded down. Any integers and reals will do, as numpy's
 
     Raises InputError on anything else.
     """
@@ -32,6 +33,18 @@ def resolve_budget(budget: int | float | str, keep_all_peak_bytes: int) -> int:
     return given
 
 
+def listed(budgets: Iterable[int | float | str] | int | float | str, what: str) -> list[int | float | str]:
+    """Several budgets, or one, as a list. Raises InputError for what cannot be used; ``what`` names the function it was given."""
+    if isinstance(budgets, Real | str):
+        budgets = [budgets]
+    if not isinstance(budgets, Iterable):
+        raise InputError(f"{what} takes a list of budgets, not {budgets!r}")
+    budgets = list(budgets)
+    for budget in budgets:
+        is_share(budget)
+    return budgets
+
+
 def is_share(budget: int | float | str) -> bool:
     """Whether a budget is a share of the keep-all peak. Raises InputError as ``resolve_budget`` does."""
     return isinstance(_parsed(budget), float)
@@ -39,7 +52,7 @@ def is_share(budget: int | float | str) -> bool:
 
 def _parsed(budget: int | float | str) -> int | float:
     """Bytes, or a share."""
-    if isinstance(budget, bool) or not isinstance(budget, Integral | float | str):
+    if isinstance(budget, bool) or not isinstance(budget, Real | str):
         raise _unusable(budget)
     if isinstance(budget, str):
         if share := re.fullmatch(r"\s*([0-9]{0,3}\.?[0-9]{1,30})\s*%\s*", budget):
@@ -57,9 +70,11 @@ def _parsed(budget: int | float | str) -> int | float:
         if not match[2] and number.denominator != 1:  # "1.5" is neither bytes nor a share
             raise _unusable(budget)
         budget = int(number * _UNITS[match[2]])
-    if isinstance(budget, float) and not 0 < budget <= 1:
+    if isinstance(budget, Integral):
+        return int(budget)
+    if not 0 < budget <= 1:
         raise _unusable(budget)
-    return budget if isinstance(budget, float) else int(budget)
+    return float(budget)
 
 
 def _unusable(budget: object) -> InputError:

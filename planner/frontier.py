@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 from graphs.errors import InputError
 from graphs.ir import Graph
 from planner.bounds import least_bytes
-from planner.budget import format_bytes, resolve_budget
+from planner.budget import format_bytes, listed, resolve_budget
 from planner.least.pebbling import least_peak
 from planner.least.smallest import smaller_and_smaller
 from planner.live import on_terminal, shown, smallest_line
@@ -55,9 +54,7 @@ def plans(
     has no schedule, and its status says what is known. Ctrl-C ends the budget that is being solved with its best so far, and
     the rest without solving: a plan for a smaller budget stands in for each.
     """
-    budgets = [budgets] if isinstance(budgets, Integral | float | str) else budgets
-    if not isinstance(budgets, Iterable):
-        raise InputError(f"plans takes a list of budgets, not {budgets!r}")
+    budgets = listed(budgets, "plans")
     capture = {name: options.pop(name) for name in ("inputs", "loss", "costs", "device", "autocast") if name in options}
     target = step_of(model, **capture)
     graph = target if isinstance(target, Graph) else target.graph

@@ -8,10 +8,11 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
-from graphs.errors import InfeasibleBudget, InputError, NoScheduleFound
-from graphs.ir import Graph
+from graphs.errors import InfeasibleBudget, InputError, NoScheduleFound, a_kind
+from graphs.ir import Graph, check_graph
 from planner.bounds import least_bytes
 from planner.budget import format_bytes, is_share, resolve_budget
 from planner.early import in_halves, with_early_kept
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("belady")
 METHOD = "cutting_stages"
+COSTS = ("auto", "roofline", "measured")
 MOST = 2**62  # bytes, or ns, of a graph in all
 MESSAGE_S, MESSAGE_SHARE = 10.0, 0.05  # at most, to find out what an error message says; share of the time limit beyond it
 _KINDS: dict[str, type] = {"bool": bool, "int": int, "str": str}  # of options, by their annotation
@@ -58,9 +60,10 @@ def plan(
 
     model         an ``nn.Module`` (its training step is captured first), or a Step or Graph captured before
     budget        bytes (int, "6GiB") or a share of the keep-all peak (float in (0, 1]); counts everything the step holds
-    inputs, loss  see ``graphs.capture.capture``; as the costs, device and autocast only for a module
-    costs         "roofline" (modelled; needs no device), "measured" (every distinct op timed on the device, with what
-                  it allocates beside its outputs), or "auto": measured on CUDA, where workspace counts, else roofline
+    inputs, loss  see ``graphs.capture.capture``; as the device and autocast only for a module
+    costs         for a module, or a Step that has none yet (``capture`` gives none): "roofline" (modelled; needs no device),
+                  "measured" (every distinct op timed on the device, with what it allocates beside its outputs), or "auto":
+                  measured on CUDA, where workspace counts, else roofline
     gap           stop when (time - bound) / time is at most this
     time_limit_s  stop after this long with the best found so far
     start         a schedule to start from, say the one of an online run
@@ -125,22 +128,21 @@ def plan_halves(
 
 def solve(graph: Graph, budget_bytes: int, *, method: str = METHOD, **options: object) -> Plan:
     """Run one method on a graph and return its Plan whatever its status. Raises InputError for unknown names and options."""
-    if not isinstance(graph, Graph):
-        raise InputError(f"solve takes a Graph (that of a captured Step is step.graph), not {_a(graph)}")
-    if isinstance(budget_bytes, bool) or not isinstance(budget_bytes, int) or budget_bytes < 0:
+    check_graph(graph, "solve")
+    if isinstance(budget_bytes, bool) or not isinstance(budget_bytes, Integral) or budget_bytes < 0:
         raise InputError(f"solve takes a budget in whole bytes, not {budget_bytes!r}; shares and units are for plan")
     run = checked_method(method, options)
     check_numbers(graph)
     if (start := options.get("start")) is not None:
         if not isinstance(start, tuple | list) or not all(_is_step(step) for step in start):
-            given = _a(start) + " of other things" * isinstance(start, tuple | list)
+            given = a_kind(start) + " of other things" * isinstance(start, tuple | list)
             raise InputError(
                 f"start must be a schedule, a tuple of Compute and Free (that of a Plan or a Run is its .schedule), not {given}"
             )
         options["start"] = schedule = tuple(start)
         simulate(graph, schedule)  # an unusable start is the caller's mistake: say so before solving
     with rare_collections():
-        return run(graph, budget_bytes, **options)
+        return run(graph, int(budget_bytes), **options)
 
 
 def checked_method(method: str, options: Mapping[str, object]) -> Solve:
@@ -155,7 +157,7 @@ def checked_method(method: str, options: Mapping[str, object]) -> Solve:
     for name, given in options.items():
         kind = _KINDS.get(str(known[name].annotation))
         if kind is not None and type(given) is not kind:
-            raise InputError(f"{name} must be {_a(kind())}, not {given!r}")
+            raise InputError(f"{name} must be {a_kind(kind())}, not {given!r}")
     return run
 
 
@@ -326,6 +328,7 @@ def step_of(
 ) -> Step | Graph:
     """Capture a module and price its ops, or those of a Step that has no costs; others, and a Graph, are taken as they are.
     Raises InputError for options it has no use for."""
+    _check_costs(costs)
     if not isinstance(model, Graph):
         from graphs.capture import Step, capture
 
@@ -333,17 +336,12 @@ def step_of(
             raise InputError("expected a torch.nn.Module, a captured Step or a Graph, not a Plan; its .step or .graph is one")
         if not isinstance(model, Step):
             return with_costs(capture(model, inputs, loss=loss, device=device, autocast=autocast), costs)
-    of_models = {
-        "inputs": inputs,
-        "loss": loss,
-        "device": device,
-        "autocast": autocast,
-        "costs": None if costs == "auto" else costs,
-    }
-    for name, option in of_models.items():
+    for name, option in {"inputs": inputs, "loss": loss, "device": device, "autocast": autocast}.items():
         if option is not None:
-            raise InputError(f"{name}= has no meaning for {_a(model)}, which is captured and has its costs; it is for a model")
-    return model if isinstance(model, Graph) else priced(model)
+            raise InputError(f"{name}= has no meaning for {a_kind(model)}, which is captured; it is for a model")
+    if costs != "auto" and (isinstance(model, Graph) or is_priced(model)):
+        raise InputError(f"costs= has no meaning for {a_kind(model)}, whose ops have costs; it is for a model or a Step without")
+    return model if isinstance(model, Graph) else priced(model, costs)
 
 
 def copied_bytes_of(target: Step | Graph) -> int | None:
@@ -364,19 +362,19 @@ def graph_of(target: Step | Graph, what: str) -> Graph:
     if isinstance(target, Step):
         return priced(target).graph
     raise InputError(
-        f"{what} takes a captured Step or a Graph, not {_a(target)}; capture(model, inputs, loss=...) makes a Step, and "
+        f"{what} takes a captured Step or a Graph, not {a_kind(target)}; capture(model, inputs, loss=...) makes a Step, and "
         f"plan(model, ...).step is one"
     )
 
 
-def priced(step: Step) -> Step:
-    """A step whose ops have costs: where none has any, as after ``capture``, those that ``plan`` gives a model's."""
-    return step if step.graph.keep_all_time_ns else with_costs(step, "auto")
+def is_priced(step: Step) -> bool:
+    """Whether ops have costs: after ``capture`` none has any."""
+    return step.graph.keep_all_time_ns > 0
 
 
-def _a(thing: object) -> str:
-    name = type(thing).__name__
-    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
+def priced(step: Step, costs: str = "auto") -> Step:
+    """A step whose ops have costs: where none has any, these, which are as for ``plan``."""
+    return step if is_priced(step) else with_costs(step, costs)
 
 
 def with_costs(step: Step, costs: str, *, progress: Callable[[int, int], None] | None = None) -> Step:
@@ -386,14 +384,18 @@ def with_costs(step: Step, costs: str, *, progress: Callable[[int, int], None] |
               its workspace measured; "auto": measured on CUDA, else roofline
     progress  called with how many ops are timed and how many there are (default: a bar on a terminal)
     """
+    _check_costs(costs)
     if costs == "auto":
         costs = "measured" if step.device.type == "cuda" else "roofline"
     if costs == "roofline":
         from graphs.costs import roofline
 
         return roofline(step)
-    if costs == "measured":
-        from graphs.profile import measured
+    from graphs.profile import measured
 
-        return measured(step, progress=progress)
-    raise InputError(f"unknown costs {costs!r}; there are: auto, roofline, measured")
+    return measured(step, progress=progress)
+
+
+def _check_costs(costs: str) -> None:
+    if costs not in COSTS:
+        raise InputError(f"unknown costs {costs!r}; there are: {', '.join(COSTS)}")

@@ -5,12 +5,14 @@ from __future__ import annotations
 import enum
 import json
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from graphs.errors import BudgetExceeded, GraphMismatch, InputError, InvalidSchedule
-from graphs.files import read_json, write_whole
+from graphs.files import read_json, read_text, write_whole
 from graphs.ir import Graph
 from planner.schedule import Schedule, computes, from_json, keep_all, to_json
 from planner.simulate import simulate
@@ -191,7 +193,12 @@ class Plan:
         return PlannedModule(step, schedule, self.budget_bytes)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan as JSON; the graph itself is not in it, only its fingerprint."""
+        """Write the plan as JSON; the graph itself is not in it, only its fingerprint, and figures for people."""
+        write_whole(path, self.to_text())
+
+    def to_text(self) -> str:
+        """What ``save`` writes."""
+        row = self.row()
         content = {
             "schema": SCHEMA,
             "graph": self.graph.name,
@@ -204,9 +211,10 @@ class Plan:
             "seed": self.seed,
             "wall_s": self.wall_s,
             "notes": self.notes,
+            "figures": {key: row[key] for key in _FIGURES},
             "schedule": None if self.schedule is None else to_json(self.schedule),
         }
-        write_whole(path, json.dumps(content) + "\n")
+        return json.dumps(content) + "\n"
 
 
 def in_a_line(kind: str, found: Any, how: str, schedule: Schedule | None, *more: str) -> str:
@@ -229,31 +237,72 @@ def load_plan(path: str | os.PathLike[str], graph: Graph | Step) -> Plan:
     step = None if isinstance(graph, Graph) else graph
     graph = graph_of(graph, "load_plan")
     content = read_json(path, schema=SCHEMA)
-    try:
+    with _told_as_damage(path):
         if content["fingerprint"] != graph.fingerprint():
             raise GraphMismatch(
                 f"{path} was made for the graph {content['graph']!r} ({content['fingerprint']}), not for {graph.name!r} "
                 f"({graph.fingerprint()}): other shapes, costs or device; plan again"
             )
         plan = _read(content, graph)
+    return replace(plan, step=step)
+
+
+def is_saved_plan(path: str | os.PathLike[str]) -> bool:
+    """Whether a file begins as ``Plan.save`` writes it. Raises InputError where it cannot be read."""
+    return re.match(rf'\s*{{\s*"schema"\s*:\s*"{SCHEMA}"', read_text(path)) is not None
+
+
+def saved_row(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """What a saved plan says of itself without its graph, which is not in the file: its result row, with ``ops``,
+    ``fingerprint`` and ``notes``. Nothing is simulated; what the file does not have is None.
+
+    Raises InputError where the file is damaged or holds no plan.
+    """
+    content = read_json(path, schema=SCHEMA)
+    with _told_as_damage(path):
+        _, schedule = _checked(content)
+        _check_kinds(content, {"graph": str, "fingerprint": str})
+        figures = content.get("figures", dict.fromkeys(_FIGURES))  # older files have none
+        if not isinstance(figures, dict):
+            raise TypeError(f"its entry 'figures' is {figures!r}")
+        _check_kinds(figures, _FIGURES)
+    # Every op runs at least once.
+    ops = None if schedule is None else len(set(computes(schedule)))
+    told = {key: content[key] for key in ("graph", "fingerprint", *_ENTRIES) if key != "schedule"}
+    return told | {"ops": ops} | {key: figures[key] for key in _FIGURES}
+
+
+@contextmanager
+def _told_as_damage(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Tell what is wrong with the content of a file as an InputError that names it."""
+    try:
+        yield
+    except GraphMismatch:
+        raise
     except KeyError as error:
         raise InputError(f"{path} is damaged: it has no entry {error}") from error
     except (TypeError, ValueError) as error:
-        if isinstance(error, GraphMismatch):
-            raise
         raise InputError(f"{path} is damaged: {error}") from error
-    return replace(plan, step=step)
+
+
+def _check_kinds(entries: dict[str, Any], kinds: Mapping[str, Any]) -> None:
+    for key, kind in kinds.items():
+        if not isinstance(entries[key], kind) or isinstance(entries[key], bool):
+            raise TypeError(f"its entry {key!r} is {entries[key]!r}")
+
+
+def _checked(content: dict[str, Any]) -> tuple[Status, Schedule | None]:
+    """Status and schedule in a file, with everything checked that can be without the graph."""
+    _check_kinds(content, _ENTRIES)
+    status, schedule = Status(content["status"]), content["schedule"]
+    if (schedule is None) != (status in (Status.INFEASIBLE, Status.UNKNOWN)):
+        raise ValueError(f"status {status} {'without' if schedule is None else 'with'} a schedule")
+    return status, None if schedule is None else from_json(schedule)
 
 
 def _read(content: dict[str, Any], graph: Graph) -> Plan:
     """The plan in a file, with everything checked that can be; raises KeyError, TypeError or ValueError."""
-    for key, kinds in _ENTRIES.items():
-        if not isinstance(content[key], kinds) or isinstance(content[key], bool):
-            raise TypeError(f"its entry {key!r} is {content[key]!r}")
-    status, schedule = Status(content["status"]), content["schedule"]
-    if (schedule is None) != (status in (Status.INFEASIBLE, Status.UNKNOWN)):
-        raise ValueError(f"status {status} {'without' if schedule is None else 'with'} a schedule")
-    schedule = None if schedule is None else from_json(schedule)
+    status, schedule = _checked(content)
     trace = None if schedule is None else simulate(graph, schedule)
     if trace is not None and trace.peak_bytes > content["budget_bytes"]:
         raise ValueError(f"its schedule needs {trace.peak_bytes:,} bytes, more than its budget")
@@ -276,4 +325,16 @@ _ENTRIES = {
     "wall_s": int | float,
     "notes": dict,
     "schedule": list | None,
+}
+
+# Of a result row, what the graph is needed for: for people, since ``load_plan`` simulates anew.
+_FIGURES = {
+    "device": str | None,
+    "budget_fraction": int | float | None,
+    "keep_all_time_ns": int | None,
+    "time_ns": int | None,
+    "overhead": int | float | None,
+    "gap": int | float | None,
+    "peak_bytes": int | None,
+    "recomputed_ops": int | None,
 }

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from graphs.errors import InvalidSchedule
-from graphs.ir import Graph
+from graphs.ir import Graph, check_graph
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +59,7 @@ def with_frees(graph: Graph, ops: Sequence[int]) -> Schedule:
 
 def keep_all(graph: Graph) -> Schedule:
     """Every op once, in graph order, every value freed after its last use: what plain execution does."""
+    check_graph(graph, "keep_all")
     return with_frees(graph, range(len(graph.ops)))
 
 

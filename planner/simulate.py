@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from graphs.errors import InvalidSchedule
-from graphs.ir import Graph
+from graphs.ir import Graph, check_graph
 from planner.schedule import Compute, Schedule
 
 
@@ -51,6 +51,7 @@ def simulate(graph: Graph, schedule: Schedule) -> Trace:
 
     Raises InvalidSchedule naming the step and the rule broken.
     """
+    check_graph(graph, "simulate")
     sizes = [value.size_bytes for value in graph.values]
     present = set(graph.resident)
     held = graph.resident_bytes

@@ -1,6 +1,7 @@
 """The command ``belady``: what recomputation really has to cost, from the shell.
 
-Exit codes: 0 done; 2 bad input, a budget proved too small among it; 3 no schedule found though none was ruled out.
+Exit codes: 0 done; 2 bad input, a budget proved too small among it; 3 no schedule found though none was ruled out, or a cell of a
+sweep failed; 130 interrupted; 141 nobody reads standard output any more.
 """
 
 from __future__ import annotations
@@ -8,8 +9,9 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,19 +24,29 @@ from graphs.collection import SIZES, WORKLOADS, chosen, is_own
 from graphs.errors import BeladyError, InfeasibleBudget, InputError, NoScheduleFound
 from graphs.files import check_writable
 from graphs.ir import Graph
+from graphs.serialize import save_graph, to_text
 from online.heuristics import ADDRESS_HEURISTICS, DEFAULT_RULE, HEURISTICS
 from planner.budget import format_bytes, is_share, resolve_budget
 from planner.live import line_of, on_terminal, smallest_line
 from planner.methods import METHODS
-from planner.plan import check_numbers, check_options, checked_method, copied_bytes_of, infeasible, solve_halves, with_costs
-from planner.result import Plan, Status
+from planner.plan import (
+    COSTS,
+    check_numbers,
+    check_options,
+    checked_method,
+    copied_bytes_of,
+    infeasible,
+    solve_halves,
+    with_costs,
+)
+from planner.result import Plan, Status, is_saved_plan, load_plan, saved_row
 from planner.schedule import keep_all
 from planner.simulate import simulate
 from planner.solvers.milp import solving
 
 from .entry import INTERRUPTED
 from .output import OutputLost, computing, progress_bar, standard_output
-from .rows import RowFile, make_folder, provenance, read_rows, write_rows
+from .rows import RowFile, check_row_file, make_folder, provenance, read_rows, write_rows
 from .steps import step_name
 
 if TYPE_CHECKING:
@@ -44,8 +56,15 @@ if TYPE_CHECKING:
     from online.trial import Trial, Trials
 
 OF_MODELS = (*SIZES, "device", "costs")  # options that a graph from a file has no use for
+WRITTEN = ("json", "out", "plot", "save_graph")  # options that name a file
 RULES = ", ".join((*HEURISTICS, *ADDRESS_HEURISTICS))
+STDOUT = "- is standard output (then no table)"
 DONE, BAD_INPUT, NOTHING_FOUND, PIPE_CLOSED = 0, 2, 3, 141
+WAY_OUT_S, WAY_OUT_SHARE = 2.0, 0.01  # to find a budget in which an online run completes; to within this share
+PLAN_FACTS = (
+    "graph", "device", "ops", "fingerprint", "method", "seed", "status", "budget_bytes", "budget_fraction", "time_ns",
+    "keep_all_time_ns", "overhead", "bound_ns", "restricted_bound_ns", "gap", "peak_bytes", "recomputed_ops", "wall_s",
+)  # fmt: skip
 
 EXAMPLES = """\
 examples:
@@ -54,6 +73,7 @@ examples:
   belady info resnet50 --min-budget 30               how small a budget can be, with a proof
   belady info graph.json                             a saved graph, an operator log, a Checkmate instance
   belady plan resnet50 --budget 0.5 --out plan.json  the optimal schedule for half the memory, with its proof
+  belady info plan.json                              what a saved plan costs, and what is proved of it
   belady run resnet50 --budget 0.5 --heuristic dtr   the same graph, decided online
   belady diff resnet50 --budget 0.7 --budget 0.5 --execute --plot overhead.png
   belady diff train.py:make_step --budget 6GiB       your own: a function returning model, inputs, loss
@@ -62,8 +82,8 @@ examples:
 Budgets are bytes (6442450944, 6GiB) or a share of the keep-all peak (0.5, 50%). They count everything
 the step holds: parameters, inputs, gradients, activations and workspace.
 
-Exit codes: 0 done; 2 bad input or a budget proved too small; 3 nothing found, nothing ruled out;
-130 interrupted.
+Exit codes: 0 done; 2 bad input or a budget proved too small; 3 nothing found, nothing ruled out, or a cell
+of a sweep failed; 130 interrupted, what was found is written; 141 nobody reads standard output any more.
 """
 
 
@@ -105,14 +125,22 @@ def _check_targets(arguments: argparse.Namespace) -> None:
     """Refuse what cannot be written, two results in one file, and pictures of no kind, before anything is computed."""
     options: dict[str, str] = {}  # by the file they write to
     asked = getattr(arguments, "workload", None) or []
-    read = [asked] if isinstance(asked, str) else asked
+    read = [*([asked] if isinstance(asked, str) else asked), *filter(None, [getattr(arguments, "plan", None)])]
     sources = {os.path.realpath(path) for name in read for path in (name, name.rpartition(":")[0]) if os.path.isfile(path)}
-    for target in ("json", "out", "plot", "save_graph"):
-        if (path := getattr(arguments, target, None)) and path != "-":
-            check_writable(path)
+    for target in WRITTEN:
+        if path := getattr(arguments, target, None):
             option = "--" + target.replace("_", "-")
+            if target == "out" and arguments.run is _sweep:
+                check_row_file(path)
+            if path == "-":
+                if target == "plot":
+                    raise InputError("--plot needs a file: no picture goes to standard output (-)")
+                if (other := options.setdefault(path, option)) != option:
+                    raise InputError(f"{other} and {option} both name standard output (-): only one can have it")
+                continue
+            check_writable(path)
             if os.path.realpath(path) in sources:
-                raise InputError(f"{option} names {path}, from which the graph comes: it would be overwritten")
+                raise InputError(f"{option} names {path}, which is read: it would be overwritten")
             other = options.setdefault(os.path.realpath(path), option)
             if other != option and (not os.path.exists(path) or os.path.isfile(path)):  # a device takes both
                 raise InputError(f"{other} and {option} name the same file, {path}: one would take the place of the other")
@@ -125,6 +153,8 @@ def _check_targets(arguments: argparse.Namespace) -> None:
 def _check_asked(arguments: argparse.Namespace) -> None:
     """Refuse budgets, methods, rules and options that cannot be used, before a model is built and captured."""
     asked = vars(arguments)
+    if asked.get("retry") and not asked["out"]:
+        raise InputError("--retry makes rows of a file again whose cell failed; name that file with --out")
     if arguments.run is _sweep or "budget" not in asked:  # a sweep knows ranges, and all and none
         return
     for budget in [asked["budget"]] if isinstance(asked["budget"], str) else asked["budget"]:
@@ -162,7 +192,11 @@ def parser() -> argparse.ArgumentParser:
         f"(default: {DEFAULT_RULE})",
     )
     command.add_argument(
-        "--split", action="store_true", help="also say what the distance is made of: lack of foresight, fragmentation, search"
+        "--split",
+        action="store_true",
+        help="for --json: split what an online rule loses, as the text does: foresight_ns (time it would save if it knew when "
+        "each value is used next), fragmentation_ns (time that a budget of one range of addresses costs it beyond the same "
+        "bytes), search_s (seconds spent choosing what to evict). Runs each rule twice more",
     )
     _solver(command)
     command.add_argument("--execute", action="store_true", help="also train one step each way and measure time, peak, gradients")
@@ -181,7 +215,7 @@ def parser() -> argparse.ArgumentParser:
         help="try other orders of first executions too (cutting_stages; annealing always does)",
     )
     command.add_argument("--execute", action="store_true", help="also train one step with the plan and measure it")
-    command.add_argument("--out", metavar="FILE", type=_file, help="save the plan as JSON")
+    command.add_argument("--out", metavar="FILE", type=_file, help=f"save the plan as JSON (belady info reads it); {STDOUT}")
     _json(command)
 
     command = _command(commands, "run", _run, "run an online rule under a budget")
@@ -195,11 +229,11 @@ def parser() -> argparse.ArgumentParser:
     )
     command.add_argument("--seed", type=int, default=0, help="seed of everything random (default: 0)")
     command.add_argument("--execute", action="store_true", help="run on real tensors and measure")
-    command.add_argument("--out", metavar="FILE", type=_file, help="save the recorded schedule as a plan")
+    command.add_argument("--out", metavar="FILE", type=_file, help=f"save the recorded schedule as a plan; {STDOUT}")
     _json(command)
 
     command = _command(
-        commands, "sweep", _sweep, "graphs x budgets x methods and rules in parallel, to be gone on with at any time"
+        commands, "sweep", _sweep, "all graphs under all budgets with all methods and rules, in parallel; may be interrupted"
     )
     _target(command, several=True)
     command.add_argument(
@@ -220,9 +254,9 @@ def parser() -> argparse.ArgumentParser:
         "--out",
         metavar="FILE",
         type=_file,
-        help="add every row to this file when it is there; rows that are in it are not made again",
+        help="add each row to this file as soon as it is there; rows that are in it already are not made again",
     )
-    command.add_argument("--retry", action="store_true", help="make rows of --out again whose cell failed")
+    command.add_argument("--retry", action="store_true", help="make those rows of --out again whose cell failed")
     command.add_argument(
         "--plot", metavar="FILE", type=_file, help="draw overhead against budget, a panel for each graph (.png, .svg, .pdf)"
     )
@@ -231,9 +265,12 @@ def parser() -> argparse.ArgumentParser:
     command = _command(commands, "workloads", _workloads, "list the models that come with the program")
     _json(command)
 
-    command = _command(commands, "info", _info, "ops, bytes, peak and smallest budgets of a graph")
-    _target(command)
-    command.add_argument("--save-graph", metavar="FILE", type=_file, help="write the graph as JSON")
+    command = _command(commands, "info", _info, "ops, bytes, peak and smallest budgets of a graph, or what a saved plan says")
+    _target(command, plans=True)
+    command.add_argument(
+        "--plan", metavar="FILE", type=_file, help="check this saved plan against the graph, and say what it costs there"
+    )
+    command.add_argument("--save-graph", metavar="FILE", type=_file, help=f"write the graph as JSON; {STDOUT}")
     command.add_argument(
         "--min-budget", metavar="SECONDS", type=_seconds, help="search for the smallest budget and its proof for at most so long"
     )
@@ -247,13 +284,13 @@ def _command(commands: Any, name: str, run: Callable[[argparse.Namespace], int],
     return command
 
 
-def _target(command: argparse.ArgumentParser, *, several: bool = False) -> None:
+def _target(command: argparse.ArgumentParser, *, several: bool = False, plans: bool = False) -> None:
     command.add_argument(
         "workload",
         metavar="WORKLOAD",
         nargs="+" if several else None,
         help="name (see belady workloads), which may have sizes (gpt2-depth24-seq64), path.py:function, or a graph file (.json, "
-        ".log, .log.gz)",
+        ".log, .log.gz)" + ", or a saved plan (.json)" * plans,
     )
     group = command.add_argument_group("the training step")
     group.add_argument("--batch", type=int, help="batch size")
@@ -264,6 +301,7 @@ def _target(command: argparse.ArgumentParser, *, several: bool = False) -> None:
     group.add_argument("--device", default=None, help="cpu or cuda (default: cuda where there is one)")
     group.add_argument(
         "--costs",
+        choices=COSTS,
         help="op times: roofline (modelled), measured (each distinct op timed, with its workspace; cached) or auto (default): "
         "measured on CUDA, else roofline",
     )
@@ -324,19 +362,23 @@ def _solver(command: argparse.ArgumentParser, *, several: bool = False) -> None:
         group.add_argument(
             "--method", default="cutting_stages", help=f"planning method (default: cutting_stages); {', '.join(METHODS)}"
         )
-    group.add_argument("--gap", type=float, default=0.005, help="stop when proved within this of the optimum (default: 0.005)")
+    group.add_argument(
+        "--gap", type=float, default=0.005, help="stop when proved within this share of the optimum (default: 0.005)"
+    )
     group.add_argument("--time-limit", type=_seconds, default=60.0, metavar="S", help="seconds for each budget (default: 60)")
     group.add_argument("--seed", type=int, default=0, help="seed of everything random (default: 0)")
 
 
 def _json(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--json", metavar="FILE", type=_file, help="write result rows as JSON lines; - is standard output (then no table)"
-    )
+    command.add_argument("--json", metavar="FILE", type=_file, help=f"write result rows as JSON lines; {STDOUT}")
 
 
 def _is_graph_file(name: str) -> bool:
     return name.endswith((".json", ".json.gz", ".log", ".log.gz"))
+
+
+def _is_plan_file(name: str) -> bool:
+    return name.endswith((".json", ".json.gz")) and is_saved_plan(name)
 
 
 class Loaded:
@@ -352,6 +394,8 @@ class Loaded:
             for option in OF_MODELS:
                 if getattr(arguments, option) is not None:
                     raise InputError(f"--{option} has no meaning for the graph file {name}")
+            if _is_plan_file(name):
+                raise InputError(f"{name} is a saved plan, not a graph; belady info {name} tells what it says")
             status(f"reading {name}")
             self.graph: Graph = load(name)
             check_numbers(self.graph)
@@ -413,21 +457,19 @@ def _diff(arguments: argparse.Namespace) -> int:
 
             status("drawing")
             draw_comparison(comparison, arguments.plot)
-    if arguments.json != "-":  # before anything is written, which may fail
+    if _has_table(arguments):  # before anything is written, which may fail
         _print_comparison(comparison)
     if arguments.json:
         write_rows(arguments.json, comparison.rows())
-    if arguments.json != "-":
-        for what, path in (("rows", arguments.json), ("picture", arguments.plot)):
-            if path:
-                print(f"{what} written to {path}")
+    _tell_written(arguments, "rows", arguments.json)
+    _tell_written(arguments, "picture", arguments.plot)
     statuses = {block.plan.status for block in comparison.blocks}
     for block in comparison.blocks:
         if block.plan.status is Status.INFEASIBLE:
             print(f"belady: {_too_small(block.plan, None, arguments.time_limit - block.plan.wall_s)}", file=sys.stderr)
         for stopped in (run for run in block.runs if not run.completed):
             print(f"belady: {_unfinished(stopped)}", file=sys.stderr)
-        _tell_halves(block.plan)
+        _tell_halves(block.plan.budget_bytes, block.plan.notes)
     if comparison.interrupted:
         return _interrupted()
     return BAD_INPUT if Status.INFEASIBLE in statuses else NOTHING_FOUND if Status.UNKNOWN in statuses else DONE
@@ -455,23 +497,14 @@ def _plan(arguments: argparse.Namespace) -> int:
         row = plan.row()
         interrupted = plan.notes.get("stopped") == "interrupted"
         unwritten: list[InputError] = []
-        if plan.schedule is not None and arguments.out:  # before it is executed, which may fail
-            with _told_later(unwritten):
-                make_folder(arguments.out)
-                plan.save(arguments.out)
+        _save(plan, arguments.out, unwritten)
         if plan.schedule is not None and arguments.execute and "halves" not in plan.notes and not interrupted:
             status("executing")
             measured = _measured(loaded, arguments.seed, lambda trials: trials.planned(replace(plan, step=loaded.step)))
             interrupted = measured is None
             row |= measured or {}
-    if arguments.json != "-":
-        _print_rows(graph, [row])
-        if plan.schedule is not None and arguments.out and not unwritten:
-            print(f"plan written to {arguments.out}")
-    with _told_later(unwritten):
-        if arguments.json:
-            write_rows(arguments.json, [row])
-    _tell_halves(plan)
+    _tell_found(arguments, plan, row, unwritten)
+    _tell_halves(plan.budget_bytes, plan.notes)
     if unwritten:
         raise unwritten[0]
     return _interrupted() if interrupted else _outcome(plan, copied_bytes, arguments.time_limit - plan.wall_s)
@@ -484,6 +517,39 @@ def _told_later(unwritten: list[InputError]) -> Iterator[None]:
         yield
     except InputError as error:
         unwritten.append(error)
+
+
+def _save(plan: Plan, path: str | None, unwritten: list[InputError]) -> None:
+    """Save a plan that has a schedule; before it is executed, which may fail."""
+    if plan.schedule is not None and path and path != "-":
+        with _told_later(unwritten):
+            make_folder(path)
+            plan.save(path)
+
+
+def _tell_found(arguments: argparse.Namespace, plan: Plan, row: dict[str, Any], unwritten: list[InputError]) -> None:
+    """Print the row of a plan, and write what is asked for; a file that cannot be written does not keep from printing."""
+    if _has_table(arguments):
+        _print_rows(plan.graph, [row])
+    if plan.schedule is not None and not unwritten:
+        if arguments.out == "-":
+            sys.stdout.write(plan.to_text())
+        _tell_written(arguments, "plan", arguments.out)
+    with _told_later(unwritten):
+        if arguments.json:
+            write_rows(arguments.json, [row])
+            _tell_written(arguments, "rows", arguments.json)
+
+
+def _has_table(arguments: argparse.Namespace) -> bool:
+    """Whether standard output is for people, and not for what an option sends there."""
+    return all(getattr(arguments, target, None) != "-" for target in WRITTEN)
+
+
+def _tell_written(arguments: argparse.Namespace, what: str, path: str | None) -> None:
+    """Say, where standard output is for people, what was written to a file, if anything was."""
+    if path and _has_table(arguments):
+        print(f"{what} written to {path}")
 
 
 def _measured(loaded: Loaded, seed: int, trial: Callable[[Trials], Trial]) -> dict[str, Any] | None:
@@ -512,28 +578,54 @@ def _run(arguments: argparse.Namespace) -> int:
         budget_bytes = resolve_budget(arguments.budget, simulate(graph, keep_all(graph)).peak_bytes)
         status(f"online {arguments.heuristic} in {format_bytes(budget_bytes)}")
         found = run(graph, budget_bytes, heuristic=arguments.heuristic, seed=arguments.seed)
-        row = found.row()
+        plan = found.plan()
+        row = plan.row()
         interrupted = False
         unwritten: list[InputError] = []
-        if found.completed and arguments.out:  # before it is executed, which may fail
-            with _told_later(unwritten):
-                make_folder(arguments.out)
-                found.plan().save(arguments.out)
+        _save(plan, arguments.out, unwritten)
         if found.completed and arguments.execute:
             status("executing")
             measured = _measured(loaded, arguments.seed, lambda trials: trials.online(budget_bytes, arguments.heuristic))
             interrupted = measured is None
             row |= measured or {}
-    if arguments.json != "-":
-        _print_rows(graph, [row])
-    with _told_later(unwritten):
-        if arguments.json:
-            write_rows(arguments.json, [row])
+        if not found.completed:
+            status("looking for a budget in which it completes")
+            enough_bytes = _enough(found)
+    _tell_found(arguments, plan, row, unwritten)
     if unwritten:
         raise unwritten[0]
     if not found.completed:
-        raise NoScheduleFound(_unfinished(found))
+        raise NoScheduleFound(f"{_unfinished(found)}; {_way_out(enough_bytes)}")
     return _interrupted() if interrupted else DONE
+
+
+def _enough(stopped: Run) -> int | None:
+    """A budget in which the rule of a run that stopped completes, little above the smallest such; None where none was found."""
+    from online.runtime import run
+
+    def completes(budget_bytes: int) -> bool:
+        return run(stopped.graph, budget_bytes, heuristic=stopped.rule, seed=stopped.seed).completed
+
+    enough, missed = None, stopped.budget_bytes
+    whole, deadline = simulate(stopped.graph, keep_all(stopped.graph)).peak_bytes, time.perf_counter() + WAY_OUT_S
+    with suppress(KeyboardInterrupt):
+        if missed < whole and completes(whole):
+            enough = whole
+            while enough - missed > max(1, WAY_OUT_SHARE * enough) and time.perf_counter() < deadline:
+                middle = (enough + missed) // 2
+                if completes(middle):
+                    enough = middle
+                else:
+                    missed = middle
+    return enough
+
+
+def _way_out(enough_bytes: int | None) -> str:
+    """What helps where an online run stopped."""
+    larger = "a larger --budget"
+    if enough_bytes is not None:
+        larger = f"--budget {enough_bytes} ({format_bytes(enough_bytes)}), which is enough for it,"
+    return f"try {larger} or belady plan for these bytes; belady info --min-budget tells the least that any schedule needs"
 
 
 def _unfinished(run: Run) -> str:
@@ -549,6 +641,8 @@ def _sweep(arguments: argparse.Namespace) -> int:
         raise InputError(f"--jobs must be at least 1, not {arguments.jobs}")
     methods = sweep.methods_of(arguments.method or ["cutting_stages"])
     rules = sweep.rules_of(arguments.rule or [DEFAULT_RULE])
+    sweep.budgets_of(arguments.budget, 1)  # what cannot be used is refused before a model is built
+    check_options({"gap": arguments.gap, "seed": arguments.seed})
     graphs: dict[str, Graph] = {}
     budgets: dict[str, list[int]] = {}
     with computing() as status:
@@ -589,7 +683,7 @@ def _sweep(arguments: argparse.Namespace) -> int:
     places = {fingerprint: place for place, fingerprint in enumerate(graphs)}
     cells.sort(key=lambda cell: (places[cell.fingerprint], -cell.budget_bytes))  # methods stay in the order asked for
     rows = [by_key[cell.key] for cell in cells if cell.key in by_key]
-    if arguments.json != "-":
+    if _has_table(arguments):
         for graph in graphs.values():
             if of_graph := [row for row in rows if row["fingerprint"] == graph.fingerprint()]:
                 _print_sweep(graph, of_graph)
@@ -601,8 +695,7 @@ def _sweep(arguments: argparse.Namespace) -> int:
         if arguments.json:
             write_rows(arguments.json, rows)
         for what, path in (("rows", arguments.out), ("rows", arguments.json), ("picture", arguments.plot)):
-            if path and arguments.json != "-":
-                print(f"{what} written to {path}")
+            _tell_written(arguments, what, path)
     failed = [row for row in rows if row["status"] == sweep.FAILED]
     for row in failed:
         where = f"{row['graph']}, {row['method']}, {row['budget_bytes']:,} bytes"
@@ -646,7 +739,7 @@ def _workloads(arguments: argparse.Namespace) -> int:
     rows = [workload.row() for workload in WORKLOADS.values()]
     if arguments.json:
         write_rows(arguments.json, rows)
-    if arguments.json != "-":
+    if _has_table(arguments):
         table = Table(box=None, header_style="bold")
         for column in rows[0]:
             table.add_column(column)
@@ -657,6 +750,8 @@ def _workloads(arguments: argparse.Namespace) -> int:
 
 
 def _info(arguments: argparse.Namespace) -> int:
+    if arguments.plan or _is_plan_file(arguments.workload):
+        return _info_of_plan(arguments)
     from planner.bounds import least_bytes
     from planner.frontier import min_budget
     from planner.least.smallest import smallest_known
@@ -686,30 +781,82 @@ def _info(arguments: argparse.Namespace) -> int:
             "smallest_known_bytes": works_bytes,
             "fingerprint": graph.fingerprint(),
         }
-    if arguments.json != "-":
-        table = Table(box=None, show_header=False)
-        for key, cell in row.items():
-            text = f"{cell:,}" if isinstance(cell, int) else _cell(cell, "{}")
-            in_bytes = cell if key.endswith("_bytes") and isinstance(cell, int) else None
-            read = "" if in_bytes is None else format_bytes(in_bytes)
-            read = f"{cell / 1e6:,.3f} ms" if key.endswith("_ns") and isinstance(cell, int) else read
-            share = f"{in_bytes / trace.peak_bytes:.1%} of the keep-all peak" if in_bytes is not None and trace.peak_bytes else ""
-            table.add_row(key, text, read, share)
-        _print_whole(table)
-    if arguments.save_graph:
-        from graphs.serialize import save_graph
-
+    if _has_table(arguments):
+        _print_facts(row, trace.peak_bytes)
+        print(_smallest_told(works_bytes, proved_bytes, arguments.min_budget))
+    if arguments.save_graph == "-":
+        sys.stdout.write(to_text(graph))
+    elif arguments.save_graph:
         make_folder(arguments.save_graph)
         save_graph(graph, arguments.save_graph)
     if arguments.json:
         write_rows(arguments.json, [row])
+    _tell_written(arguments, "graph", arguments.save_graph)
+    _tell_written(arguments, "rows", arguments.json)
     return _interrupted() if interrupted else DONE
 
 
-def _tell_halves(plan: Plan) -> None:
+def _smallest_told(works_bytes: int, proved_bytes: int, searched_s: float | None) -> str:
+    """How small a budget can be, in a sentence."""
+    works, proved = (f"{number:,} bytes ({format_bytes(number)})" for number in (works_bytes, proved_bytes))
+    if works_bytes == proved_bytes:
+        return f"The smallest budget is {works}: a schedule needs no more, and it is proved that none needs less."
+    more = "--min-budget 30 searches for longer" if searched_s is None else "a longer --min-budget may tell"
+    return (
+        f"The smallest budget known to work is {works}; it is proved that every schedule needs at least {proved}. "
+        f"What is between them may work or not: {more}."
+    )
+
+
+def _info_of_plan(arguments: argparse.Namespace) -> int:
+    """What a saved plan says of itself; with its graph, what is found anew."""
+    path = arguments.plan or arguments.workload
+    for option in ("save_graph", "min_budget", *(() if arguments.plan else OF_MODELS)):
+        if getattr(arguments, option) is not None:
+            raise InputError(f"--{option.replace('_', '-')} has no meaning for the saved plan {path}")
+    found, valid = saved_row(path), None  # a damaged file is told before a model is built
+    if arguments.plan:
+        with computing() as status:
+            plan = load_plan(path, Loaded(arguments, status).target)
+        found |= plan.row() | {"ops": len(plan.graph.ops)}
+        valid = None if plan.schedule is None else True
+    row = {key: found[key] for key in PLAN_FACTS} | {"valid": valid}
+    if _has_table(arguments):
+        _print_facts(row, 0)
+        if arguments.plan:
+            print(f"The plan is valid for {row['graph']}; its time and peak are simulated." if valid else "There is no schedule.")
+        else:
+            print(
+                f"This is what the file says; belady info WORKLOAD --plan {path} checks it against its graph, which is not in it."
+            )
+    if arguments.json:
+        write_rows(arguments.json, [row | {"notes": found["notes"]}])
+    _tell_written(arguments, "rows", arguments.json)
+    _tell_halves(row["budget_bytes"], found["notes"])
+    return DONE
+
+
+def _print_facts(row: dict[str, Any], whole_bytes: int) -> None:
+    """A line an entry, with what people read more easily. ``whole_bytes``: of the keep-all peak; 0: no shares."""
+    table = Table(box=None, show_header=False)
+    for key, cell in row.items():
+        read = share = ""
+        text = f"{cell:,}" if type(cell) is int else _cell(cell, "{:.4g}" if isinstance(cell, float) else "{}")
+        if cell is not None and key.endswith("_bytes"):
+            read = format_bytes(cell)
+            share = f"{cell / whole_bytes:.1%} of the keep-all peak" if whole_bytes else ""
+        elif cell is not None and key.endswith("_ns"):
+            read = f"{cell / 1e6:,.3f} ms"
+        elif isinstance(cell, float) and not key.endswith("_s"):
+            read = f"{cell:.2%}"
+        table.add_row(key, text, read, share)
+    _print_whole(table)
+
+
+def _tell_halves(budget_bytes: int, notes: Mapping[str, Any]) -> None:
     """Say where a plan is too tight to train with."""
-    if "halves" in plan.notes:
-        print(f"belady: the plan for {plan.budget_bytes:,} bytes {plan.notes['halves']}", file=sys.stderr)
+    if "halves" in notes:
+        print(f"belady: the plan for {budget_bytes:,} bytes {notes['halves']}", file=sys.stderr)
 
 
 def _too_small(plan: Plan, copied_bytes: int | None, left_s: float) -> InfeasibleBudget:

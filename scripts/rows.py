@@ -61,8 +61,7 @@ class RowFile:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        if Path(path).suffix == ".gz":
-            raise InputError(f"{path}: rows are added one by one, which a gzipped file does not take; leave out .gz")
+        check_row_file(path)
         make_folder(path)
         try:
             self._file = self._locked()
@@ -127,6 +126,14 @@ class RowFile:
     def close(self) -> None:
         """Let another process have the file."""
         os.close(self._file)
+
+
+def check_row_file(path: str) -> None:
+    """Raises InputError where its name shows already that rows cannot be added to a file."""
+    if path == "-":
+        raise InputError("rows are added to a file and read back from it, which standard output (-) does not take; name a file")
+    if Path(path).suffix == ".gz":
+        raise InputError(f"{path}: rows are added one by one, which a gzipped file does not take; leave out .gz")
 
 
 def make_folder(path: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 import numpy as np
 import pytest
 
@@ -46,6 +48,10 @@ PEAK = 1_000_003
         (1e-6, 1),
         (np.int64(7), 7),
         (np.float64(0.5), 500_001),
+        (np.float32(0.5), 500_001),
+        (np.float16(0.5), 500_001),
+        (np.uint8(7), 7),
+        (Fraction(1, 2), 500_001),
     ],
 )
 def test_budgets_in_bytes(budget: int | float | str, size_bytes: int) -> None:
@@ -63,6 +69,7 @@ def test_shares_of_more_bytes_than_floats_hold_are_exact(peak_bytes: int) -> Non
     "budget",
     [
         0, -1, 0.0, -0.5, 1.0001, 2.0, float("nan"), float("inf"), float("-inf"), True, False, None, [0.5], b"5",
+        np.float32(0), np.float32(1.5), np.float32("nan"), np.bool_(True), Fraction(3, 2), 1j,
         "", "GiB", "six", "6 XB", "6GiBs", "6 Gi B", "-1", "-6GiB", "0", "0.0", "0 GiB", "1.5", "0.3B", "1e999", "1e400GiB",
         "nan", "inf", "0%", "101%", "-5%", "%", "50%%", "50 % B", "5,000", "0x10", "1_000", "6.", "1e", "9" * 5000,
     ],

@@ -14,12 +14,15 @@ from typing import Any
 import pytest
 
 import belady.sweep  # noqa: F401 - else it is first imported where a test has replaced what it imports
-from belady.cli import Loaded, main, parser
+from belady.cli import BAD_INPUT, DONE, NOTHING_FOUND, PIPE_CLOSED, Loaded, main, parser
 from graphs.ir import Graph, Op, Value
 from graphs.serialize import save_graph
+from graphs.synthetic import random_training
 from online import run
 from online.heuristics import ADDRESS_HEURISTICS, HEURISTICS
-from planner.schedule import Schedule
+from planner.bounds import least_bytes
+from planner.schedule import Schedule, keep_all
+from planner.simulate import simulate
 from tests.interruption import interrupted
 from tests.test_compare import training_chain
 
@@ -70,7 +73,46 @@ def test_plan_is_saved_and_run_too(chain_file: str, tmp_path: Path, capsys: pyte
         out = tmp_path / f"{command}.json"
         assert main([command, chain_file, "--budget", "500", "--out", str(out)]) == 0
         assert load_plan(out, graph).method == method
-    assert "OPTIMAL" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "OPTIMAL" in shown and f"plan written to {tmp_path / 'run.json'}" in shown
+
+
+def test_a_saved_plan_is_told_and_checked_against_its_graph(
+    chain_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved, of_plan = str(tmp_path / "plan.json"), tmp_path / "row.jsonl"
+    assert main(["plan", chain_file, "--budget", "500", "--out", saved, "--json", str(of_plan)]) == 0
+    (planned,) = rows(of_plan.read_text())
+    for more, valid, said in (
+        ([saved], None, f"belady info WORKLOAD --plan {saved} checks it against its graph"),
+        ([chain_file, "--plan", saved], True, "The plan is valid for chain"),
+    ):
+        capsys.readouterr()
+        assert main(["info", *more, "--json", "-"]) == 0
+        (row,) = rows(capsys.readouterr().out)
+        assert row["valid"] is valid and row["ops"] == 17 and row["notes"]
+        assert {key: row[key] for key in planned if key in row} == {key: planned[key] for key in planned if key in row}
+        assert {"overhead", "gap", "peak_bytes", "device", "status"} <= row.keys()
+        assert main(["info", *more]) == 0
+        assert said in capsys.readouterr().out
+    other = tmp_path / "other.json"
+    save_graph(training_chain(6), other)
+    for command, message in (
+        (["info", str(other), "--plan", saved], "plan again"),
+        (["info", str(other), "--plan", str(other)], "is not a belady-plan-1 file"),
+        (["info", saved, "--min-budget", "1"], "--min-budget has no meaning for the saved plan"),
+        (["info", saved, "--batch", "1"], "--batch has no meaning for the saved plan"),
+        (["info", chain_file, "--plan", saved, "--json", saved], "which is read: it would be overwritten"),
+        (["plan", saved, "--budget", "0.5"], "is a saved plan, not a graph; belady info"),
+        (["sweep", saved, "--budget", "0.5"], "is a saved plan, not a graph; belady info"),
+    ):
+        assert main(command) == 2
+        error = capsys.readouterr().err
+        assert message in error and error.count("\n") == 1
+    Path(saved).write_text(Path(saved).read_text()[:-9])
+    for more in ([saved], ["gpt2", "--plan", saved]):  # told before a model is built
+        assert main(["info", *more]) == 2
+        assert capsys.readouterr().err.startswith(f"belady: {saved} is not JSON: ")
 
 
 @pytest.mark.parametrize("command", ["plan", "diff"])
@@ -96,11 +138,21 @@ def test_info_and_workloads(chain_file: str, tmp_path: Path, capsys: pytest.Capt
     assert (row["ops"], row["keep_all_peak_bytes"], row["proved_minimum_bytes"]) == (17, 1000, 300)
     assert copy.read_text() == Path(chain_file).read_text()
     assert main(["info", chain_file]) == 0
-    assert "keep_all_peak_bytes" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "keep_all_peak_bytes" in shown and "The smallest budget is 300 bytes (300 B): a schedule needs no more" in shown
     assert main(["workloads"]) == 0
     shown = capsys.readouterr().out
     for name in ("mlp", "resnet50", "vgg16", "mobilenet_v2", "unet", "vit", "bert", "gpt2", "llama", "lstm"):
         assert name in shown
+
+
+def test_what_is_between_the_smallest_known_and_the_proved_budget_is_said_to_be_open(
+    data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for more, hint in (([], "--min-budget 30 searches for longer"), (["--min-budget", "0"], "a longer --min-budget may tell")):
+        assert main(["info", str(data / "dtr_logs" / "resnet32.log.gz"), *more]) == 0
+        shown = capsys.readouterr().out
+        assert "The smallest budget known to work is " in shown and "every schedule needs at least " in shown and hint in shown
 
 
 def test_a_users_own_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -176,10 +228,24 @@ def test_rows_on_a_pipe_are_not_mixed_with_what_solvers_print(tmp_path: Path) ->
     assert [row["method"] for row in rows(done.stdout)] == ["keep_all"] + ["cutting_stages", "online:demand"] * 2
 
 
-def test_the_command_is_installed() -> None:
-    done = subprocess.run([BELADY, "--help"], capture_output=True, text=True, check=True, env={**os.environ, "COLUMNS": "120"})
-    for word in ("diff", "plan", "run", "sweep", "workloads", "info", "examples:", "Exit codes"):
+@pytest.mark.parametrize("command", [[BELADY], [sys.executable, "-m", "belady"]], ids=["script", "module"])
+def test_the_command_is_installed(command: list[str]) -> None:
+    done = subprocess.run([*command, "--help"], capture_output=True, text=True, check=True, env={**os.environ, "COLUMNS": "120"})
+    for word in ("usage: belady ", "diff", "plan", "run", "sweep", "workloads", "info", "examples:", "Exit codes"):
         assert word in done.stdout
+
+
+def test_the_module_runs_sweeps_in_processes_of_their_own(chain_file: str) -> None:
+    command = [sys.executable, "-m", "belady", "sweep", chain_file, "--budget=0.5", "--jobs=2", "--json", "-"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    assert [row["method"] for row in rows(done.stdout)] == ["cutting_stages", "online:demand"]
+
+
+def test_help_lists_every_exit_code() -> None:
+    of_help = parser().format_help().partition("Exit codes: ")[2]
+    of_readme = (Path(__file__).parents[1] / "README.md").read_text().partition("Exit codes:")[2].partition("\n\n**")[0]
+    codes = {str(code) for code in (DONE, BAD_INPUT, NOTHING_FOUND, 130, PIPE_CLOSED)}
+    assert set(re.findall(r"\b\d+\b", of_help)) == set(re.findall(r"\b\d+\b", of_readme)) == codes
 
 
 # A solver that has been running for a moment when Ctrl-C comes, on a program it cannot solve within the time limit.
@@ -373,6 +439,29 @@ def test_two_results_in_one_file_are_refused(chain_file: str, tmp_path: Path, ca
     assert main(["plan", chain_file, "--budget", "0.9", "--json", "/dev/null", "--out", "/dev/null"]) == 0
 
 
+def test_standard_output_takes_one_result_and_then_nothing_else(
+    chain_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for command, schema in (
+        (["plan", "--budget", "500", "--out", "-"], "belady-plan-1"),
+        (["run", "--budget", "500", "--out", "-"], "belady-plan-1"),
+        (["info", "--save-graph", "-"], "belady-graph-1"),
+    ):
+        name, *options = command
+        assert main([name, chain_file, *options, "--json", "rows.jsonl"]) == 0
+        assert json.loads(capsys.readouterr().out)["schema"] == schema
+        assert len(rows(Path("rows.jsonl").read_text())) == 1
+        assert main([name, chain_file, *options, "--json", "-"]) == 2
+        assert (
+            capsys.readouterr().err == f"belady: --json and {options[-2]} both name standard output (-): only one can have it\n"
+        )
+    assert main(["diff", chain_file, "--budget", "500", "--plot", "-"]) == 2
+    assert capsys.readouterr().err == "belady: --plot needs a file: no picture goes to standard output (-)\n"
+    assert main(["sweep", chain_file, "--budget", "500", "--plot", "-"]) == 2
+    assert not Path("-").exists()
+
+
 @pytest.mark.parametrize(
     "command",
     [
@@ -414,7 +503,7 @@ def test_the_graph_that_is_read_is_not_overwritten(
     name, *options = command
     for target in (chain_file, str(link)):
         assert main([name, chain_file, *options, target]) == 2
-        told = f"belady: {options[-1]} names {target}, from which the graph comes: it would be overwritten\n"
+        told = f"belady: {options[-1]} names {target}, which is read: it would be overwritten\n"
         assert capsys.readouterr().err == told
     assert Path(chain_file).read_bytes() == before
 
@@ -548,6 +637,7 @@ def test_a_workload_too_large_for_this_machine(capsys: pytest.CaptureFixture[str
         (["info", "CHAIN", "--min-budget", "-1"], "--min-budget: seconds must be a number from 0 to 10,000,000, not '-1'"),
         (["plan", "CHAIN", "--budget", "0.5", "--time-limit", "nan"], "--time-limit: seconds must be a number from 0 to"),
         (["sweep", "CHAIN", "--budget", "0.5", "--time-limit", "5m"], "--time-limit: seconds must be a number from 0 to"),
+        (["info", "mlp", "--costs", "free"], "--costs: invalid choice: 'free'"),
     ],
 )
 def test_misused_options_are_usage_errors(
@@ -629,6 +719,14 @@ def test_an_interrupted_execution_leaves_the_plan(
         (["plan", "--budget", "0.5", "--method", "revolve", "--any-order"], "method revolve has no option 'any_order'"),
         (["run", "--budget", "0.5", "--heuristic", "dtrr"], "unknown heuristic 'dtrr'"),
         (["diff", "--budget", "0.5", "--heuristic", "dtr", "--heuristic", "dtr+foo"], "foo"),
+        (["sweep", "--budget", "abc"], "budget 'abc': give bytes"),
+        (["sweep", "--budget", "0.5", "--gap", "2"], "gap must be"),
+        (["sweep", "--budget", "0.5", "--out", "-"], "standard output (-) does not take"),
+        (["sweep", "--budget", "0.5", "--out", "rows.gz"], "leave out .gz"),
+        (
+            ["sweep", "--budget", "0.5", "--retry"],
+            "--retry makes rows of a file again whose cell failed; name that file with --out",
+        ),
     ],
 )
 def test_what_cannot_be_used_is_refused_before_a_model_is_built(
@@ -666,3 +764,18 @@ def test_an_online_run_that_stopped_is_told(
     monkeypatch.setattr(sys.modules["online.compare"], "run", partial(run, thrash_limit=1.0))
     assert main(["diff", chain_file, "--budget", "600", "--heuristic", "dtr"]) == 0
     assert capsys.readouterr().err == "belady: online dtr in 600 bytes (600 B) recomputed without end\n"
+
+
+def test_an_online_run_that_ran_out_of_memory_says_what_helps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, graph = str(tmp_path / "graph.json"), random_training(9, 0)
+    save_graph(graph, path)
+
+    def told(rule: str, budget: str) -> str:
+        assert main(["run", path, "--heuristic", rule, "--budget", budget]) == 3
+        return capsys.readouterr().err
+
+    enough = re.search(r"ran out of memory at .*; try --budget (\d+) \(.* B\), which is", told("dtr", str(least_bytes(graph))))
+    assert enough is not None and int(enough[1]) < simulate(graph, keep_all(graph)).peak_bytes
+    assert main(["run", path, "--heuristic", "dtr", "--budget", enough[1]]) == 0
+    assert "ran out of memory" in told("dtr", str(int(0.98 * int(enough[1]))))
+    assert "; try a larger --budget or belady plan" in told("dtr+arena", "0.9")  # whose blocks of 512 bytes never fit

@@ -2,6 +2,7 @@
 
 import sys
 
+import numpy as np
 import pytest
 
 from graphs import Graph, GraphMismatch, InputError, Op, Value
@@ -89,10 +90,16 @@ def test_a_graph_cannot_be_executed(chain: Graph) -> None:
 
 
 def test_one_budget_and_one_rule_need_no_list(chain: Graph) -> None:
-    for one, several in ((0.5, [0.5]), ("500", ["500"]), (500, [500])):
+    for one, several in ((0.5, [0.5]), ("500", ["500"]), (500, [500]), (np.int64(500), [np.float32(0.5)])):
         found = compare(chain, one, heuristics="lru")
         assert [row["method"] for row in found.rows()] == ["keep_all", "cutting_stages", "online:lru"]
         assert [b.budget_bytes for b in found.blocks] == [b.budget_bytes for b in compare(chain, several, heuristics=()).blocks]
+
+
+def test_a_budget_or_rule_that_is_given_twice_counts_once(chain: Graph) -> None:
+    found = compare(chain, [0.5, 700, "50%", 500, 0.7], heuristics=["lru", "dtr", "lru"])
+    assert [block.budget_bytes for block in found.blocks] == [500, 700]
+    assert [[run_.rule for run_ in block.runs] for block in found.blocks] == [["lru", "dtr"]] * 2
 
 
 def test_a_comparison_prints_its_rows(chain: Graph) -> None:

@@ -112,7 +112,10 @@ def test_plans_wants_a_budget() -> None:
         plans(chain(3), None)  # type: ignore[arg-type]
     assert [one.budget_bytes for one in plans(chain(3), "3B")] == [3]
     assert [one.budget_bytes for one in plans(chain(3), np.int64(3))] == [3]
-    assert [one.budget_bytes for one in plans(chain(3), 1.0)] == [5]
+    for whole in (1.0, np.float32(1), [np.float32(1)], np.ones(1, np.float32)):
+        assert [one.budget_bytes for one in plans(chain(3), whole)] == [5]  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="budget True: give bytes"):
+        plans(chain(3), True)
 
 
 def test_min_budget_wants_a_graph_and_a_share() -> None:

@@ -380,7 +380,9 @@ def test_load_finds_the_format_from_the_content(tmp_path: Path) -> None:
             START + '\n{"INSTRUCTION": "CALL", "NAME": "f", "ARGS": [], "RESULT": ["x"], "TIME": 1e999}',
             r"is damaged at line \d: expected a whole number, found inf",
         ),
-        ("g.log", START, "holds no operator calls after a START mark"),
+        ("g.log", START, "holds no operator call that makes anything after a START mark; it may have been cut short"),
+        ("g.log", "\n".join([START, *constant("w", 8)]), "holds no operator call that makes anything"),
+        ("g.log", "\n".join([START, *constant("w", 8), *call("t", ["w"], {"v": (0, 0)}, 1)]), "holds no operator call that"),
         ("g.txt", '{"INSTRUCTION": "CALL"}\n{"INSTRUCTION": 5', r"is damaged at line 2: "),
     ],
 )

@@ -5,6 +5,7 @@ from pathlib import Path
 from random import Random
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -13,7 +14,7 @@ from graphs import Graph, GraphMismatch, InfeasibleBudget, InputError, InvalidSc
 from graphs.capture import capture
 from graphs.synthetic import linear_network, random_training
 from online import compare, run
-from planner import Compute, Status, keep_all, load_plan, min_budget, plan, simulate, solve
+from planner import Compute, Status, keep_all, load_plan, min_budget, plan, plans, simulate, solve
 from planner.early import in_halves, with_early_kept
 from planner.least.smallest import smaller_and_smaller
 from planner.plan import solve_halves, with_costs
@@ -179,11 +180,12 @@ def test_unusable_options_are_refused(ladder: Graph, option: dict[str, object]) 
 @pytest.mark.parametrize(
     "option",
     [{"inputs": torch.ones(1)}, {"loss": torch.sum}, {"device": "cpu"}, {"autocast": torch.bfloat16}, {"costs": "measured"}],
+    ids=lambda option: next(iter(option)),
 )
 def test_what_is_for_models_is_refused_for_what_is_captured(ladder: Graph, option: dict[str, object]) -> None:
     model = nn.Linear(2, 2)
     step = capture(model, torch.ones(2, 2), loss=lambda y: y.sum())
-    for target, kind in ((ladder, "Graph"), (step, "Step")):
+    for target, kind in ((ladder, "Graph"), (with_costs(step, "roofline") if "costs" in option else step, "Step")):
         with pytest.raises(InputError, match=rf"{next(iter(option))}= has no meaning for a {kind}, .* it is for a model"):
             plan(target, 1.0, **option)  # type: ignore[arg-type]
     assert min_budget(step).works_bytes == min_budget(step.graph).works_bytes
@@ -204,6 +206,14 @@ def test_a_step_as_it_was_captured_is_planned_with_costs(tmp_path: Path) -> None
     assert load_plan(tmp_path / "plan.json", step).time_ns == wanted.time_ns
     compared = compare(step, 0.8, heuristics=("dtr",), execute=True, inputs=x)
     assert compared.plain is not None and compared.blocks[0].trials.keys() == {"cutting_stages", "online:dtr"}
+
+
+def test_a_step_as_it_was_captured_takes_costs() -> None:
+    step = capture(nn.Linear(64, 64), torch.randn(256, 64), loss=lambda y: y.square().sum())
+    found = plan(step, 1.0, costs="measured")
+    assert 0 < found.graph.keep_all_time_ns != plan(step, 1.0, costs="roofline").graph.keep_all_time_ns
+    assert plan(found.step, 1.0).time_ns == found.time_ns
+    assert [one.graph for one in plans(step, [1.0, 1.0], costs="roofline")] == [with_costs(step, "roofline").graph] * 2
 
 
 def test_an_invalid_start_is_the_callers_mistake(ladder: Graph) -> None:
@@ -234,9 +244,17 @@ def test_one_is_a_byte_and_the_message_says_so(ladder: Graph) -> None:
 def test_solve_wants_a_graph_and_bytes(ladder: Graph) -> None:
     with pytest.raises(InputError, match=r"solve takes a Graph .*, not a str"):
         solve("ladder", 30)  # type: ignore[arg-type]
-    for budget in (0.5, "30", None, True, -1):
+    for budget in (0.5, "30", None, True, -1, np.float32(30)):
         with pytest.raises(InputError, match="solve takes a budget in whole bytes"):
             solve(ladder, budget)  # type: ignore[arg-type]
+    assert type(solve(ladder, np.int64(30)).budget_bytes) is int  # type: ignore[arg-type]
+
+
+def test_where_a_graph_is_wanted_a_step_is_told_where_its_graph_is() -> None:
+    step = capture(nn.Linear(2, 2), torch.ones(2, 2), loss=lambda y: y.sum())
+    for attempt in (keep_all, lambda it: simulate(it, ()), lambda it: solve(it, 30)):
+        with pytest.raises(InputError, match=r"^\w+ takes a Graph \(that of a captured Step is step\.graph\), not a Step$"):
+            attempt(step)  # type: ignore[arg-type]
 
 
 def test_a_saved_plan_is_for_its_graph_only(ladder: Graph, tmp_path) -> None:  # type: ignore[no-untyped-def]
@@ -287,7 +305,15 @@ class Untouched(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("budget", "more"), [("abc", {}), (1.5, {}), (0.5, {"method": "checkmat"}), (0.5, {"gap": 2.0}), (0.5, {"metod": 1})]
+    ("budget", "more"),
+    [
+        ("abc", {}),
+        (1.5, {}),
+        (0.5, {"method": "checkmat"}),
+        (0.5, {"gap": 2.0}),
+        (0.5, {"metod": 1}),
+        (0.5, {"costs": "free"}),
+    ],
 )
 def test_what_cannot_be_used_is_refused_before_the_model_is_captured(budget: float | str, more: dict[str, object]) -> None:
     with pytest.raises(InputError):

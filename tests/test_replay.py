@@ -179,7 +179,7 @@ def test_what_is_awaited_counts_in_sums_made_meanwhile(tmp_path: Path) -> None:
         (lambda lines: [*lines, instruction("COPY", DST="x", SRC="nobody")], r"line \d+: nobody names no tensor here"),
         (lambda lines: [*lines, instruction("JUMP")], r"line \d+: unknown instruction 'JUMP'"),
         (lambda lines: [*lines, "{"], r"is damaged at line \d+: "),
-        (lambda lines: lines[:4], r"holds no operator calls after a START mark"),
+        (lambda lines: lines[:4], r"holds no operator call that makes anything after a START mark"),
         (lambda lines: [*lines, *call("f", "e", "g", 1, [4], [3])], r"is damaged at line \d+: "),
     ],
 )

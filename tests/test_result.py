@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from graphs import Graph, GraphMismatch, InputError
 from graphs.synthetic import chain
-from planner.result import Plan, Status, load_plan
+from planner.result import Plan, Status, is_saved_plan, load_plan, saved_row
 from planner.schedule import Compute, Schedule, keep_all, with_frees
 from planner.simulate import simulate
 from tests.strategies import graphs, sequences
@@ -162,7 +162,7 @@ def test_every_missing_entry_is_named(chain_2: Graph, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     found(chain_2, keep_all(chain_2), 4).save(path)
     content = json.loads(path.read_text())
-    for entry in content.keys() - {"schema", "graph"}:
+    for entry in content.keys() - {"schema", "graph", "figures"}:
         path.write_text(json.dumps({key: value for key, value in content.items() if key != entry}))
         with pytest.raises(InputError, match=f"plan.json is damaged: it has no entry '{entry}'"):
             load_plan(path, chain_2)
@@ -184,6 +184,50 @@ def test_files_that_hold_no_plan(chain_2: Graph, tmp_path: Path, text: str, mess
     path.write_text(text)
     with pytest.raises(InputError, match=f"plan.json {message}"):
         load_plan(path, chain_2)
+
+
+def test_a_saved_plan_tells_its_row_without_its_graph(chain_2: Graph, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    for plan in (
+        found(replace(chain_2, device="cpu"), with_frees(chain_2, RERUN), 3, bound_ns=6, notes={"cuts": [1]}),
+        found(chain_2, None, 1, infeasible=True),
+    ):
+        plan.save(path)
+        measured = {"measured_time_ns", "measured_peak_bytes", "max_grad_error"}
+        row = {key: cell for key, cell in plan.row().items() if key not in measured}
+        of_graph = {"fingerprint": plan.graph.fingerprint(), "ops": None if plan.schedule is None else 5}
+        assert saved_row(path) == row | of_graph | {"notes": plan.notes}
+
+
+def test_a_plan_saved_without_figures_is_read_all_the_same(chain_2: Graph, tmp_path: Path) -> None:
+    path, plan = tmp_path / "plan.json", found(chain_2, with_frees(chain_2, RERUN), 3, bound_ns=6)
+    plan.save(path)
+    content = json.loads(path.read_text())
+    del content["figures"]
+    path.write_text(json.dumps(content, indent=1))
+    assert load_plan(path, chain_2) == plan and is_saved_plan(path)
+    row = saved_row(path)
+    assert (row["ops"], row["bound_ns"], row["time_ns"], row["peak_bytes"], row["gap"]) == (5, 6, None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"figures": 3}, "its entry 'figures' is 3"),
+        ({"figures": {}}, "it has no entry 'device'"),
+        ({"fingerprint": None}, "its entry 'fingerprint' is None"),
+        ({"schedule": [0, "x"]}, "step 1: expected an integer"),
+        ({"status": "BEST"}, "'BEST' is not a valid Status"),
+        ({"status": "UNKNOWN"}, "status UNKNOWN with a schedule"),
+    ],
+    ids=str,
+)
+def test_damaged_figures_are_named(chain_2: Graph, tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    path = tmp_path / "plan.json"
+    found(chain_2, keep_all(chain_2), 4, bound_ns=5).save(path)
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(InputError, match=f"plan.json is damaged: {message}"):
+        saved_row(path)
 
 
 def test_files_that_cannot_be_read_or_written(chain_2: Graph, tmp_path: Path) -> None:

@@ -534,6 +534,9 @@ def test_failed_cells_are_told_and_made_again_when_asked(
         (["--plot=curves.doc"], "must end in one of"),
         (["--gap=2"], "gap must be"),
         (["--out=/dev/null"], "no regular file"),
+        (["--out=-"], "which standard output (-) does not take"),
+        (["--out=rows.jsonl.gz"], "leave out .gz"),
+        (["--retry"], "name that file with --out"),
         (["--budget=1:2:3:4"], "a range is FIRST:LAST:STEP"),
     ],
 )

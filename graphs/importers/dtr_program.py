@@ -42,8 +42,8 @@ def read_program(path: str | os.PathLike[str]) -> Program:
         raise InputError(f"{source} is damaged at line {reader.line}: the instruction has no field {error}") from error
     except (IndexError, OverflowError, TypeError, ValueError, RecursionError) as error:
         raise InputError(f"{source} is damaged at line {reader.line}: {error}") from error
-    if not reader.calls:
-        raise InputError(f"{source} holds no operator calls after a START mark")
+    if len(reader.size_bytes) == len(reader.constants):
+        raise InputError(f"{source} holds no operator call that makes anything after a START mark; it may have been cut short")
     name = source.name.removesuffix(".gz").removesuffix(".log")
     return reader.program(name)
 
