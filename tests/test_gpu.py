@@ -21,7 +21,7 @@ import online
 from belady.gpu_rivals import Bench
 from graphs.capture import Step, capture
 from graphs.costs import roofline
-from graphs.errors import BudgetExceeded
+from graphs.errors import BranchChanged, BudgetExceeded, InputError
 from graphs.profile import measured
 from graphs.torch_private.tensors import REPLACES_IN_PLACE
 from graphs.workloads import build
@@ -287,6 +287,38 @@ def test_a_compiled_model_is_plain_pytorch(monkeypatch: pytest.MonkeyPatch, tmp_
         assert torch.equal(a.grad, b.grad), name  # type: ignore[arg-type]
     for (name, a), b in zip(model.named_buffers(), twin.buffers(), strict=True):
         assert torch.equal(a, b), name
+
+
+class Guarded(Net):
+    """Asks whether its numbers are finite."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y if torch.isfinite(x).all() and torch.isfinite(y) else y.nan_to_num()
+
+
+@pytest.mark.gpu
+@needs_cuda
+def test_a_model_that_asks_its_data_is_plain_pytorch_or_changes_nothing() -> None:
+    torch.manual_seed(0)
+    model = Guarded().cuda()
+    twin = copy.deepcopy(model)
+    x = torch.randn(16, 16, 32, 32, device="cuda")
+    step = roofline(capture(model, x))
+    schedule, peak_bytes = recomputing(step)
+    module = PlannedModule(step, schedule, peak_bytes)
+    for each, function in ((model, module), (twin, twin)):
+        torch.manual_seed(3)
+        function(x).backward()
+        assert all(p.grad is not None for p in each.parameters())
+    with pytest.raises(BranchChanged, match=r"told True, at .*isfinite\(x\).*now it is False"):
+        module(torch.full_like(x, torch.nan))
+    for (name, a), b in zip(model.named_parameters(), twin.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad), name  # type: ignore[arg-type]
+    for (name, a), b in zip(model.named_buffers(), twin.buffers(), strict=True):
+        assert torch.equal(a, b), name
+    with pytest.raises(InputError, match="has an outside effect, which a CUDA graph would not repeat"):
+        GraphedModule(step, schedule, peak_bytes)
 
 
 @pytest.mark.gpu
