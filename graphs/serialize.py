@@ -17,7 +17,7 @@ from typing import Any
 
 from graphs.errors import InputError, InvalidGraph
 from graphs.files import read_json, write_whole
-from graphs.ir import Graph, Op, Value
+from graphs.ir import Graph, Op, Value, check_graph
 
 SCHEMA = "belady-graph-1"
 
@@ -86,7 +86,8 @@ def to_text(graph: Graph) -> str:
 
 
 def save_graph(graph: Graph, path: str | os.PathLike[str]) -> None:
-    """Write ``graph`` as JSON, gzipped where the name ends in ``.gz``."""
+    """Write ``graph`` as JSON, gzipped where the name ends in ``.gz``. Raises InputError for what is no Graph."""
+    check_graph(graph, "save_graph")
     write_whole(path, to_text(graph))
 
 

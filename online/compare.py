@@ -11,7 +11,7 @@ from graphs.errors import GraphMismatch, InputError
 from graphs.ir import Graph
 from online.engines.engine import Option
 from online.heuristics import DEFAULT_RULE
-from online.runtime import Run, rule, run
+from online.runtime import Run, rule, rule_named, run
 from planner.bounds import least_bytes
 from planner.budget import format_bytes, listed, resolve_budget
 from planner.live import line_of
@@ -296,7 +296,7 @@ def compare(
     if execute and not isinstance(target, Graph):
         target = replace(target, graph=graph)  # with its costs
     budgets = listed(budgets, "compare")
-    heuristics = [heuristics] if isinstance(heuristics, str) else list(dict.fromkeys(heuristics))
+    heuristics = list(dict.fromkeys(map(rule_named, [heuristics] if isinstance(heuristics, str) else heuristics)))
     peak_bytes = simulate(graph, keep_all(graph)).peak_bytes
     resolved = list(dict.fromkeys(resolve_budget(budget, peak_bytes) for budget in budgets))  # 0.5 and "50%" are one budget
     whole = solve(graph, peak_bytes, method="keep_all")

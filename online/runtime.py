@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from graphs.errors import BudgetExceeded, InputError, NoScheduleFound
-from graphs.ir import Graph
+from graphs.ir import Graph, Op, Value
 from graphs.program import Program, program_of
 from online.allocators import ALLOCATORS, ARENAS, AddressUse, Arena, new_allocator
 from online.engines.engine import Counters, Driver, Engine, Option, OutOfMemory, Release, Thrashed
@@ -357,6 +357,12 @@ def rule(heuristic: str) -> Heuristic:
     if heuristic not in known:
         raise InputError(f"unknown heuristic {heuristic!r}; there are: {', '.join(known)}")
     return known[heuristic]
+
+
+def rule_named(name: str) -> str:
+    """A rule as its runs have it: several spellings of ``heuristic`` are one. Raises InputError for what ``run`` cannot use."""
+    tiny = Graph("tiny", (Op("op", (), (0,), 1),), (Value("value", 512),), frozenset(), frozenset({0}))
+    return run(tiny, 2**20, heuristic=name).rule
 
 
 def options_of(names: Collection[Option | str], heuristic: Heuristic) -> frozenset[Option]:

@@ -1,11 +1,15 @@
-"""The command ``belady`` as the shell calls it: what it is made of is loaded where Ctrl-C cannot come in between."""
+"""The command ``belady`` as the shell calls it: what it is made of is loaded where Ctrl-C cannot come in between.
+
+Exit codes: 0 done; 2 bad input, a budget proved too small among it; 3 no schedule found though none was ruled out, or a cell of a
+sweep failed; 130 interrupted; 141 nobody reads standard output any more.
+"""
 
 from __future__ import annotations
 
 import signal
 import sys
 
-INTERRUPTED = 130
+DONE, BAD_INPUT, NOTHING_FOUND, INTERRUPTED, PIPE_CLOSED = 0, 2, 3, 130, 141
 
 
 def main() -> int:

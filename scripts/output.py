@@ -15,7 +15,7 @@ from rich.progress import MofNCompleteColumn, Progress, TextColumn
 from graphs.errors import BeladyError
 from planner.live import on_terminal
 
-from .entry import INTERRUPTED
+from .entry import BAD_INPUT, INTERRUPTED
 
 
 class OutputLost(BeladyError):
@@ -70,6 +70,11 @@ def computing() -> Iterator[Callable[[str], None]]:
         yield status
 
 
+def tell(sentence: object) -> None:
+    """Say something on standard error, as the command ``belady``."""
+    print(f"belady: {sentence}", file=sys.stderr)
+
+
 def progress_bar() -> Progress:
     """A bar on a terminal, silence elsewhere."""
     console = Console(stderr=True)
@@ -101,7 +106,7 @@ def ended(program: str, work: Callable[[], int], *, goes_on: bool = True) -> int
         return work()
     except BeladyError as error:
         print(f"{program}: {error}", file=sys.stderr)
-        return 2
+        return BAD_INPUT
     except KeyboardInterrupt:
         print(f"{program}: interrupted" + "; the same command goes on from here" * goes_on, file=sys.stderr)
         return INTERRUPTED

@@ -12,7 +12,6 @@ import subprocess
 import sys
 from collections.abc import Iterable
 from functools import cache
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,8 @@ from graphs.files import read_text, write_whole
 @cache
 def provenance() -> dict[str, Any]:
     """Versions of what matters for a number, and the commit of the checkout the command runs from (None outside one)."""
+    from importlib import metadata  # takes time to load, and --help needs none
+
     versions = {"python": platform.python_version()}
     for package in ("belady", "torch", "ortools", "transformers"):
         try:

@@ -26,9 +26,9 @@ from types import FrameType
 from typing import Any, cast
 
 from graphs.errors import BeladyError, InputError
-from graphs.ir import Graph, Op, Value
+from graphs.ir import Graph
 from online.heuristics import ADDRESS_HEURISTICS, HEURISTICS
-from online.runtime import run
+from online.runtime import rule_named, run
 from planner.bounds import least_bytes
 from planner.budget import resolve_budget
 from planner.methods import METHODS
@@ -154,12 +154,6 @@ def rules_of(asked: Sequence[str]) -> list[str]:
     """Online rules by name as rows have them, each once; ``all`` and ``none`` are names too. Raises InputError likewise."""
     names = map(rule_named, _each(asked, HEURISTICS | ADDRESS_HEURISTICS))  # two spellings can be one rule
     return [ONLINE + name for name in dict.fromkeys(names)]
-
-
-def rule_named(name: str) -> str:
-    """An online rule as its runs have it. Raises InputError for an unknown one."""
-    tiny = Graph("tiny", (Op("op", (), (0,), 1),), (Value("value", 512),), frozenset(), frozenset({0}))
-    return run(tiny, 2**20, heuristic=name).rule
 
 
 def chosen(kind: str, asked: Sequence[str], known: Sequence[str]) -> list[str]:

@@ -13,8 +13,10 @@ from typing import Any
 
 import pytest
 
-import belady.sweep  # noqa: F401 - else it is first imported where a test has replaced what it imports
-from belady.cli import BAD_INPUT, DONE, NOTHING_FOUND, PIPE_CLOSED, Loaded, main, parser
+from belady.arguments import parser
+from belady.cli import main
+from belady.entry import BAD_INPUT, DONE, INTERRUPTED, NOTHING_FOUND, PIPE_CLOSED
+from belady.workload import Loaded
 from graphs.ir import Graph, Op, Value
 from graphs.serialize import save_graph
 from graphs.synthetic import random_training
@@ -244,12 +246,12 @@ def test_the_module_runs_sweeps_in_processes_of_their_own(chain_file: str) -> No
 def test_help_lists_every_exit_code() -> None:
     of_help = parser().format_help().partition("Exit codes: ")[2]
     of_readme = (Path(__file__).parents[1] / "README.md").read_text().partition("Exit codes:")[2].partition("\n\n**")[0]
-    codes = {str(code) for code in (DONE, BAD_INPUT, NOTHING_FOUND, 130, PIPE_CLOSED)}
+    codes = {str(code) for code in (DONE, BAD_INPUT, NOTHING_FOUND, INTERRUPTED, PIPE_CLOSED)}
     assert set(re.findall(r"\b\d+\b", of_help)) == set(re.findall(r"\b\d+\b", of_readme)) == codes
 
 
 # A solver that has been running for a moment when Ctrl-C comes, on a program it cannot solve within the time limit.
-INTERRUPTED = """
+CTRL_C = """
 import os, random, signal, sys, threading
 from belady.cli import main
 from planner.solvers import milp
@@ -282,7 +284,7 @@ def test_an_interruption_is_said_and_leaves_the_rows_so_far(
     arguments = ["diff", chain_file, "--budget=0.7", "--budget=0.5", "--budget=0.4", "--json", out]
     began = time.monotonic()
     done = subprocess.run(
-        [sys.executable, "-c", INTERRUPTED, str(solves_before), *arguments], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", CTRL_C, str(solves_before), *arguments], capture_output=True, text=True, timeout=120
     )
     assert done.stderr.strip() == "belady: interrupted; this is what was found until then"
     assert done.returncode == 130
@@ -296,14 +298,14 @@ def test_an_interrupted_plan_is_saved_and_said(chain_file: str, tmp_path: Path) 
 
     out = tmp_path / "new" / "plan.json"
     arguments = ["plan", chain_file, "--budget=0.5", "--out", out]
-    done = subprocess.run([sys.executable, "-c", INTERRUPTED, "0", *arguments], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", CTRL_C, "0", *arguments], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr.strip()) == (130, "belady: interrupted; this is what was found until then")
     assert load_plan(out, training_chain(8)).notes["stopped"] == "interrupted"
 
 
 def test_a_script_that_was_interrupted_ends_after_its_solver() -> None:
     """The thread that HiGHS is left on must not come back to an interpreter that is gone: that would abort the process."""
-    script = INTERRUPTED.partition("signal.signal")[0].replace("int(sys.argv.pop(1))", "0").replace("300.0", "1.5") + (
+    script = CTRL_C.partition("signal.signal")[0].replace("int(sys.argv.pop(1))", "0").replace("300.0", "1.5") + (
         "milp._highs = interrupted\n"
         "try:\n    hard.minimise(time_limit_s=1.5)\nexcept KeyboardInterrupt:\n    print(milp.solving())\n"
     )
@@ -416,7 +418,7 @@ def test_what_cannot_be_written_is_refused_before_anything_is_computed(
 ) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "folder.png").mkdir()
-    monkeypatch.setattr("belady.cli.Loaded", lambda *_: pytest.fail("something was computed"))
+    monkeypatch.setattr(Loaded, "__init__", lambda *_: pytest.fail("something was computed"))
     command = ["plan" if option == "--out" else "diff", *MLP, "--budget", "0.8"]
     for target, why in (("file/missing/rows.png", "Not a directory"), ("folder.png", "Is a directory")):
         assert main([*command, option, str(tmp_path / target)]) == 2
@@ -530,7 +532,7 @@ def test_a_picture_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: p
 def test_pictures_of_no_kind_are_refused_before_anything_is_computed(
     command: str, chain_file: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("belady.cli.Loaded", None)
+    monkeypatch.setattr(Loaded, "__init__", lambda *_: pytest.fail("something was computed"))
     assert main([command, chain_file, "--budget", "0.9", "--plot", "picture.xyz"]) == 2
     assert "picture.xyz: its name must end in one of" in capsys.readouterr().err
 
@@ -685,8 +687,8 @@ def make():
 def test_a_graph_without_a_model_is_not_planned_to_be_executed(
     command: str, chain_file: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("belady.cli.solve_halves", lambda *_, **__: pytest.fail("something was computed"))
-    monkeypatch.setattr("online.runtime.run", lambda *_, **__: pytest.fail("something was computed"))
+    monkeypatch.setattr("belady.commands.solve_halves", lambda *_, **__: pytest.fail("something was computed"))
+    monkeypatch.setattr("belady.commands.run", lambda *_, **__: pytest.fail("something was computed"))
     assert main([command, chain_file, "--budget", "0.5", "--execute"]) == 2
     assert "it can be planned, but not executed" in capsys.readouterr().err
 
@@ -732,7 +734,7 @@ def test_an_interrupted_execution_leaves_the_plan(
 def test_what_cannot_be_used_is_refused_before_a_model_is_built(
     arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("belady.cli.Loaded", lambda *_: pytest.fail("built"))
+    monkeypatch.setattr(Loaded, "__init__", lambda *_: pytest.fail("built"))
     assert main([arguments[0], "gpt2", *arguments[1:]]) == 2
     error = capsys.readouterr().err
     assert error.startswith("belady: ") and message in error and error.count("\n") == 1

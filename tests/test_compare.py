@@ -100,6 +100,8 @@ def test_a_budget_or_rule_that_is_given_twice_counts_once(chain: Graph) -> None:
     found = compare(chain, [0.5, 700, "50%", 500, 0.7], heuristics=["lru", "dtr", "lru"])
     assert [block.budget_bytes for block in found.blocks] == [500, 700]
     assert [[run_.rule for run_ in block.runs] for block in found.blocks] == [["lru", "dtr"]] * 2
+    (block,) = compare(chain, 0.5, heuristics=["dtr+eager+reclaim", "dtr+reclaim", "dtr", "dtr+bytes"]).blocks
+    assert [run_.rule for run_ in block.runs] == ["dtr+reclaim", "dtr"]  # spellings of two rules
 
 
 def test_a_comparison_prints_its_rows(chain: Graph) -> None:

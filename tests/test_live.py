@@ -81,7 +81,7 @@ def test_a_progress_that_is_given_is_the_one() -> None:
 def test_the_command_shows_plan_bound_and_gap_while_it_looks(tmp_path: Path) -> None:
     path = tmp_path / "training.json"
     save_graph(random_training(40, seed=3), path)
-    lines = on_a_terminal(sys.executable, "-m", "belady.cli", "plan", str(path), "--budget", "0.6", "--time-limit", "2")
+    lines = on_a_terminal(sys.executable, "-m", "belady", "plan", str(path), "--budget", "0.6", "--time-limit", "2")
     told = re.compile(r"cutting_stages in .*: overhead \d+\.\d\d%, bound \d+\.\d\d%, gap \d+\.\d\d% .*0:00:0\d")
     assert any(map(told.search, lines))
 
@@ -89,7 +89,7 @@ def test_the_command_shows_plan_bound_and_gap_while_it_looks(tmp_path: Path) -> 
 def test_the_command_shows_that_it_looks_for_what_to_say_of_a_budget_that_is_too_small(tmp_path: Path) -> None:
     path = tmp_path / "training.json"
     save_graph(random_training(40, seed=3), path)
-    lines = on_a_terminal(sys.executable, "-m", "belady.cli", "plan", str(path), "--budget", "0.01", code=2)
+    lines = on_a_terminal(sys.executable, "-m", "belady", "plan", str(path), "--budget", "0.01", code=2)
     assert any("cannot be; looking for a budget that works" in line for line in lines)
     assert any("every schedule needs at least" in line for line in lines)
 

@@ -41,7 +41,7 @@ def test_the_results_are_drawn_from_committed_rows() -> None:
 
 
 def test_every_command_in_the_readme_parses() -> None:
-    from belady.cli import parser
+    from belady.arguments import parser
 
     commands = re.findall(r"^belady (.*?)(?:#.*)?$", README, re.MULTILINE)
     assert len(commands) >= 6

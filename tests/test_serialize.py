@@ -6,6 +6,7 @@ import copy
 import gzip
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,6 +34,12 @@ def test_everything_comes_back(tmp_path: Path, name: str) -> None:
     assert (path.read_bytes()[:2] == b"\x1f\x8b") == name.endswith("gz")
     assert load_graph(path) == FULL
     assert load_graph(path).fingerprint() == FULL.fingerprint()
+
+
+def test_what_is_no_graph_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"save_graph takes a Graph \(that of a captured Step is step.graph\), not "):
+        save_graph(SimpleNamespace(graph=FULL), tmp_path / "g.json")
+    assert not list(tmp_path.iterdir())
 
 
 def test_an_empty_graph_comes_back(tmp_path: Path) -> None:
