@@ -101,6 +101,16 @@ def assert_same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
     assert a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a), [n for n in a if not torch.equal(a[n], b[n])]
 
 
+def test_what_takes_the_host_is_refused() -> None:
+    class Asking(nn.Linear):
+        def forward(self, x: Tensor, target: Tensor) -> Tensor:
+            y = F.cross_entropy(super().forward(x), target)
+            return y if torch.isfinite(y) else y.nan_to_num()
+
+    with pytest.raises(InputError, match=r"Asking asks its data, .* without it \(.*if torch.isfinite\(y\).*without cuda_graph"):
+        graphed(Asking(32, 32), 1.0)
+
+
 def test_trains_as_plain_pytorch_does() -> None:
     torch.manual_seed(0)
     plain = Net()

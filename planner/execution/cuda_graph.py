@@ -175,6 +175,11 @@ class GraphedModule(PlannedModule):
         self._pending: _Pending | None = None
         self._failed: str | None = None
         self._recorder = _cuda(step) if recorder is None else recorder
+        if step.answers:
+            raise InputError(
+                f"{step.graph.name} asks its data, which takes the host, and a CUDA graph runs without it "
+                f"({step.answers[0][1]}); {_PLAIN}"
+            )
         acts = next((op.name for op in step.graph.ops if op.effect), None)
         if acts is not None:
             raise InputError(f"{acts} of {step.graph.name} has an outside effect, which a CUDA graph would not repeat; {_PLAIN}")
