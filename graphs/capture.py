@@ -181,10 +181,10 @@ def capture(
 
     Other threads should not draw at random meanwhile: that is taken for the model's, or comes twice.
 
-    A model may branch on what depends on no input. Where it asks its data for a truth value, it is told what lets a check pass
-    (``assert``, validation of distributions), that numbers are finite, and of integers and truth values among inputs and buffers
-    what holds for the example, and likewise for a few integers (sizes). Each such question is an op of the step, with the outside
-    effect that a run with another answer ends there (BranchChanged), as if it had not begun.
+    A model may branch on what depends on no input. Where it asks its data for a truth value, it is told that numbers are finite
+    and what lets a check pass (an assertion, a condition before ``raise``, validation of distributions); of integers and truth
+    values among inputs and buffers, what holds for the example, and likewise a few integers (sizes). Each such question is an op
+    of the step, with the outside effect that a run with another answer ends there (BranchChanged), as if it had not begun.
 
     Raises CaptureError where the model, the loss or the inputs cannot be captured.
     """

@@ -42,7 +42,8 @@ class GraphMismatch(InputError):
 
 
 class BranchChanged(InputError):
-    """A model asks its data, and would do something else now than when its step was captured; the call has changed nothing.
+    """A model asks its data, and would do something else now than when its step was captured. A call that raises this has changed
+    nothing, nor has a backward, but for what later calls took from the buffers that its own call had changed.
 
     by_example  a step captured with the batch at hand would do what the model does now
     """

@@ -442,6 +442,7 @@ def ctc_case(
     return lambda_case(forward, x, targets, input_lengths, target_lengths, autocast=autocast)
 
 
+large: Tensor = torch.linspace(-1, 1, 1 << 21).view(-1, 8)
 x8 = torch.arange(32.0).reshape(4, 8) / 16 - 1
 CASES: dict[str, Callable[[], Case]] = {
     "mlp": mlp_case,
@@ -513,7 +514,9 @@ CASES: dict[str, Callable[[], Case]] = {
     ),
     "assertion about data": lambda: lambda_case(asserts_on_data, x8),
     "what is done where numbers are not finite": lambda: lambda_case(clamps_infinities, x8),
-    "the same of large tensors": lambda: lambda_case(clamps_infinities, torch.linspace(-1, 1, 1 << 21).view(-1, 8)),
+    "the same of large tensors": lambda: lambda_case(clamps_infinities, large),
+    "checks in other ways": lambda: lambda_case(checks_in_other_ways, x8),
+    "counts of an input": lambda: lambda_case(counts, x8, torch.tensor([1, 0, 2])),
     "branches on integers of the example": lambda: lambda_case(as_many_as_asked, x8, torch.tensor([2, 3]), torch.tensor([1, 0])),
     "complex numbers": lambda: lambda_case(complex_numbers, x8),
     "window": lambda: lambda_case(back_from_the_spectrum, x8),
@@ -1317,6 +1320,66 @@ def clamps_infinities(model, x):
     return square(y)
 
 
+def wants_infinities(m, x):
+    y = m.linear(x)
+    if not torch.isinf(y).any():
+        raise ValueError("no padding")
+    return square(y)
+
+
+def writes_large_truth_values(m, x):
+    y = m.linear(x)
+    infinite = torch.isinf(y)
+    infinite[:, 0] = False
+    if infinite.any():
+        y = y.clamp(-1, 1)
+    return square(y)
+
+
+# Large tensors of one element each, whose other elements one would be wrong to take for the same, or to compute as such.
+
+
+def overflows_in_eight_bits(m, x):
+    large = torch.full((1,), 100, dtype=torch.int8).expand(2048, 1024) * torch.tensor(2)
+    return square(m.linear(x)) if large[0, 0] > 0 else m.linear(x).sum()
+
+
+def overflows_in_half(m, x):
+    large = torch.ones(1, dtype=torch.float16).expand(2048, 1024) * torch.tensor(70000.0)
+    return square(m.linear(x)) if torch.isinf(large).all() else m.linear(x).sum()
+
+
+def writes_a_view_of_a_copy(m, x):
+    large = torch.zeros((), dtype=torch.bool).expand(2048, 1024).clone()
+    large[0].fill_(True)
+    return square(m.linear(x)) if large[1, 0] else m.linear(x).sum()
+
+
+def writes_columns_of_a_copy(m, x):
+    large = torch.ones(1, 1).expand(1025, 1024).clone()
+    large[:, 5:].zero_()
+    return square(m.linear(x)) if large[0, 0] != 0 else m.linear(x).sum()
+
+
+def checks_in_other_ways(m, x):
+    y = m.linear(x)
+    if not (y < 1e6).all() or not (y > -1e6).all():
+        raise ValueError("too large")
+    if (y > 1e6).any():
+        raise ValueError("too large")
+    assert not (y > 1e6).any()
+    assert torch.allclose(y, y + 1e-9) and torch.equal(y, y + 0), "differs"
+    assert torch.equal(
+        y,
+        y + 0,
+    )
+    return square(y)
+
+
+def counts(m, x, i):
+    return square(m.linear(x)) * torch.bincount(i, i).sum()
+
+
 def every_other_call(m, x):
     if "calls" not in m._buffers:
         m.register_buffer("calls", torch.tensor(0))
@@ -1409,6 +1472,24 @@ REFUSED: dict[str, tuple[Callable[[], Step], str]] = {
     ),
     "check of numbers": (lambda: capture(Lambda(asserts_of_numbers), x8), r"let it compare tensors, as in assert \(x > 0\).all"),
     "branch on data after one in a library": (lambda: capture(Lambda(branches_in_two_ways), x8), "branches on data.* in x.long"),
+    "branch on a size that overflows": (
+        lambda: capture(
+            Lambda(lambda m, x, i: square(m.linear(x)) * (i.item() > 2**63)), (x8, torch.tensor(2**64 - 1, dtype=torch.uint64))
+        ),
+        "branches on data",
+    ),
+    "infinities in the example": (
+        lambda: capture(
+            Lambda(lambda m, x, mask: square(m.linear(x) + mask) if torch.isinf(mask).any() else m.linear(x).sum()),
+            (x8, torch.full((8,), -torch.inf)),
+        ),
+        "branches on data",
+    ),
+    "error where numbers are finite": (lambda: capture(Lambda(wants_infinities), x8), r"branches on data.*if not .*isinf"),
+    "large truth values written to": (lambda: capture(Lambda(writes_large_truth_values), large), "branches on data.*if infinite"),
+    "large constant": (lambda: capture(Lambda(overflows_in_eight_bits), x8), "branches on data.*if large"),
+    "large copy": (lambda: capture(Lambda(writes_a_view_of_a_copy), x8), "branches on data.*if large"),
+    "columns of a large copy": (lambda: capture(Lambda(writes_columns_of_a_copy), x8), "branches on data.*if large"),
     "branch on a counter that it moves": (
         lambda: capture(called_once(Lambda(every_other_call)), x8),
         r"branches on its buffer calls, which it changes, at .*if m.calls % 2",
@@ -1784,6 +1865,26 @@ def test_sizes_asked_for_are_compared():
     ):
         with pytest.raises(BranchChanged, match=message):
             step.module(*bind(step, (x8, torch.tensor(sizes), torch.tensor(mask))))
+
+
+def test_a_wrong_guess_is_refused_when_run():
+    """Half precision overflows here, in tensors too large to be computed beside the trace."""
+    step = capture(Lambda(overflows_in_half), x8)
+    with pytest.raises(BranchChanged, match=r"told False, at .*isinf\(large\)"):
+        step.module(*bind(step, x8))
+
+
+def test_what_compilers_need_not_ask_is_not_asked():
+    """Else a step for full masks would be refused others, although it need not be."""
+
+    def forward(model, x, mask, sizes):
+        y = model.linear(x)[: sizes.tolist()[0]]
+        if torch.compiler.is_compiling() or not mask.all():
+            y = torch.where(mask, y, 0)
+        return square(y)
+
+    step = capture(Lambda(forward), (x8, torch.ones(8, dtype=torch.bool), torch.tensor([3])))
+    assert [answer for answer, _ in step.answers] == [(3,)]
 
 
 def test_refusals_name_the_line():

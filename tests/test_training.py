@@ -200,7 +200,7 @@ def test_planning_again_keeps_one_plan_per_shape_in_the_same_bytes(caplog: pytes
     assert len(said) == 3
     assert "(192, 32), (32,), (192,)" in said[0]
     assert f"{first.budget_bytes:,} bytes" in said[0]
-    peaks = [other.peak_bytes for others in module._others.values() for other in others]
+    peaks = [other.peak_bytes for plans in module._plans.values() for other in plans if other is not None]
     assert all(peak <= first.budget_bytes for peak in peaks)
     (large,) = batches(1, 4096)
     with pytest.raises(InfeasibleBudget, match=f"cannot run in {first.budget_bytes:,} bytes"):
@@ -305,6 +305,23 @@ def test_what_goes_another_way_by_its_data_is_planned_for_when_it_comes() -> Non
         with pytest.raises(BranchChanged, match=r"isfinite\(y\).all\(\):; now it is False. Give such a batch to the model"):
             module(x, mask)
     assert module.planned == 2
+
+
+def test_plans_for_answers_end_somewhere() -> None:
+    """Where a model asks for another number in each batch, as many are planned for as may pay."""
+
+    class Cut(nn.Linear):
+        def forward(self, x: Tensor, longest: Tensor) -> Tensor:
+            return super().forward(x)[: int(longest)].square().mean()
+
+    model, x = Cut(8, 8), torch.randn(16, 8)
+    module = plan(model, 1.0, inputs=(x, torch.tensor(1))).module(replan=True)
+    most = module.MOST_BRANCHES
+    for longest in (*range(1, most + 1), 3):
+        same(module(x, torch.tensor(longest)), model(x, torch.tensor(longest)))
+    with pytest.raises(BranchChanged, match=r"now it is \(9,\)"):
+        module(x, torch.tensor(9))
+    assert module.planned == most
 
 
 @pytest.mark.parametrize("in_backward", [False, True])

@@ -5,6 +5,7 @@ body       model and loss as they are traced
 trace      the trace itself, in several attempts
 constants  what a model may branch on, since it depends on no input
 answers    what a model is told that asks its data, and the check that a run would be told the same
+checks     whether code that asks is a check, and with which answer it passes
 refusals   what to say where a trace fails
 binding    which tensors the placeholders of a captured step stand for
 """

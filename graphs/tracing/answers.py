@@ -13,9 +13,10 @@ from torch import Tensor, fx
 from torch.utils.weak import WeakIdKeyDictionary
 
 from graphs.errors import BranchChanged
-from graphs.torch_private.names import no_dispatch, tree_map_only
+from graphs.torch_private.names import no_dispatch
+from graphs.tracing.checks import passes_with
 from graphs.tracing.constants import Constants, KnownFor
-from graphs.tracing.refusals import is_check, place_among
+from graphs.tracing.refusals import innermost, place_among
 
 aten = torch.ops.aten
 
@@ -46,28 +47,41 @@ _IF_FINITE: Mapping[Any, bool] = {
     aten.isneginf.default: False,
 }
 
-_CHECKS = "torch/distributions/distribution.py"  # a file that asks of arguments only whether they are valid
+_OF_TRUTH_VALUES = {
+    aten.bitwise_and,
+    aten.bitwise_not,
+    aten.bitwise_or,
+    aten.bitwise_xor,
+    aten.eq,
+    aten.logical_and,
+    aten.logical_not,
+    aten.logical_or,
+    aten.logical_xor,
+    aten.mul,
+    aten.ne,
+}
 
 
 class Answers(Constants):  # type: ignore[no-untyped-call]
-    """Answers what depends on the data, too: as for the example inputs, as checks want it, as for finite numbers. With each such
-    answer ``belady::answered`` gets into the graph, which refuses a run that needs another one.
+    """Answers what depends on the data, too: as checks want it, as for finite numbers, and as for the example. With each such
+    answer ``belady::answered`` gets into the graph and refuses a run that needs another one: a guess may be useless, never wrong.
 
     Answered are truth values and a few integers. What depends on draws or on the values of parameters stays unknown otherwise.
     """
 
     MOST_INTEGERS = 128  # a few are sizes, more are data
 
-    def __init__(self, examples: Iterable[tuple[Tensor, Tensor]] = ()) -> None:
-        """``examples``: stand-ins, each with the tensor of the example that it stands for. Integers and truth values count; other
-        numbers differ from batch to batch."""
+    def __init__(self, examples: Iterable[tuple[Tensor, Tensor]], integers: KnownFor) -> None:
+        """``examples``: stand-ins, each with the tensor of the example that it stands for. ``integers``: for which calls their
+        integers and truth values are known; other numbers differ in each batch, and only tell which guesses are useless."""
         super().__init__()
         self._not_always: MutableMapping[Tensor, KnownFor] = WeakIdKeyDictionary()
         self._integers = 0  # that were asked for
         with no_dispatch():
             for stand_in, real in examples:
-                if real.numel() <= self.LIMIT and not (real.is_floating_point() or real.is_complex()):
-                    self._know(stand_in, real.detach().clone(), KnownFor.EXAMPLE)
+                if real.numel() <= self.LIMIT:
+                    is_number = real.is_floating_point() or real.is_complex()
+                    self._know(stand_in, real.detach().clone(), KnownFor.THE_EXAMPLE if is_number else integers)
 
     def _known_for(self, tensors: Iterable[Tensor]) -> KnownFor:
         kinds = (self._not_always.get(t, KnownFor.EVERY_CALL) if t in self._real else KnownFor.ASSUMED for t in tensors)
@@ -83,24 +97,31 @@ class Answers(Constants):  # type: ignore[no-untyped-call]
             if isinstance(each, Tensor) and known_for is not KnownFor.EVERY_CALL:
                 self._not_always[each] = known_for
 
-    def _answer(self, func: Any, asked: Sequence[Tensor], *, known: bool) -> Any:
-        answer = super()._answer(func, asked, known=known)
-        if answer is not None and all(map(self._is_constant, asked)):
-            return answer
-        if func is aten.equal.default:
-            return None
+    def _answer(self, func: Any, args: Any, kwargs: Any, asked: Sequence[Tensor], *, known: bool) -> Any:
         known_for = self._known_for(asked)
-        if answer is None and asked[0].dtype == torch.bool:
-            answer = self._wanted()
+        answer = super()._answer(func, args, kwargs, asked, known=known)
+        if known and known_for is KnownFor.EVERY_CALL:
+            return answer
+        is_number = func is aten._local_scalar_dense.default
+        if not known or known_for is KnownFor.THE_EXAMPLE:
+            known_for = KnownFor.ASSUMED
+            frames = traceback.extract_stack()
+            answer = None if is_number and asked[0].dtype != torch.bool else passes_with(frames, innermost(frames))
         if not isinstance(answer, int) or not self._few([answer]):
             return None
-        self._ask(asked[0], [answer], known_for)
+        if is_number:
+            self._ask(asked[0], [answer], known_for)
+        elif asked[0].shape == asked[1].shape:
+            alike = torch.eq(*asked) if func is aten.equal.default else torch.isclose(*args, **kwargs)
+            self._ask(alike.all(), [answer], known_for)
+        else:
+            return None
         return answer
 
     def _shapes_asked(self, tensors: Iterable[Tensor]) -> bool:
         """A few sizes are asked for, and constants from then on."""
-        asked = [tensor for tensor in tensors if not self._is_constant(tensor)]
-        if any(tensor.numel() > self.MOST_INTEGERS for tensor in asked):
+        asked = [tensor for tensor in tensors if self._known_for([tensor]) is not KnownFor.EVERY_CALL]
+        if any(tensor.numel() > self.MOST_INTEGERS or self._known_for([tensor]) is KnownFor.THE_EXAMPLE for tensor in asked):
             return False
         with no_dispatch():
             contents = [self._real[tensor].reshape(-1).tolist() for tensor in asked]
@@ -108,46 +129,66 @@ class Answers(Constants):  # type: ignore[no-untyped-call]
         if not all(type(size) is int for size in sizes) or not self._few(sizes):
             return False
         for tensor, content in zip(asked, contents, strict=True):
-            self._ask(tensor, content, self._known_for([tensor]))
-            del self._not_always[tensor]
+            if tensor in self._not_always:  # not twice
+                self._ask(tensor, content, self._not_always.pop(tensor))
         return True
 
     def _few(self, answers: Sequence[int]) -> bool:
-        """Whether no more integers than sizes were asked for, with these answers."""
+        """Whether no more integers than sizes were asked for, with these answers, and operators can take them."""
         self._integers += sum(type(answer) is int for answer in answers)
-        return self._integers <= self.MOST_INTEGERS
+        return self._integers <= self.MOST_INTEGERS and all(-(2**63) <= answer < 2**63 for answer in answers)
 
     def _ask(self, tensor: Tensor, answer: Sequence[int], known_for: KnownFor) -> None:
         """Have each run compare the answer."""
         place = place_among(traceback.extract_stack())
-        torch.ops.belady.answered(tensor, list(map(int, answer)), place, known_for is KnownFor.EXAMPLE)
+        torch.ops.belady.answered(tensor, list(map(int, answer)), place, known_for is KnownFor.LIKE_EXAMPLE)
 
-    def _wanted(self) -> bool | None:
-        """The answer with which a check passes, where a check asks."""
-        frames = traceback.extract_stack()
-        return True if is_check(place_among(frames)) or any(frame.filename.endswith(_CHECKS) for frame in frames) else None
-
-    def _contents(self, func: Any, args: Any, kwargs: Any, made: Sequence[Tensor], *, known: bool) -> list[Tensor] | None:
-        if not known and (answer := _if_finite(func, args)) is not None:
+    def _contents(
+        self, func: Any, args: Any, kwargs: Any, read: Sequence[Tensor], made: Sequence[Tensor], *, known: bool
+    ) -> tuple[list[Tensor], KnownFor] | None:
+        usual = _if_finite(func, args)
+        if usual is not None and not known:
             with no_dispatch():
-                content = torch.tensor(answer, device=made[0].device)
-                return [self._spread(content, made[0])]
-        if not known or len(made) != 1 or made[0].numel() <= self.LIMIT or func._schema.is_mutable:
-            return super()._contents(func, args, kwargs, made, known=known)
-        # Large ones are known where all their elements are one.
-        if func.is_view:
-            return [self._really(func, args, kwargs)]
-        read = [leaf for leaf in (*args, *kwargs.values()) if isinstance(leaf, Tensor)]
-        if torch.Tag.pointwise not in func.tags or not all(map(_is_one_element, map(self._real.__getitem__, read))):
-            return None
-        with no_dispatch(), torch.no_grad():
-            args, kwargs = tree_map_only(Tensor, lambda tensor: _first(self._real[tensor]), (args, kwargs))
-            return [self._spread(func(*args, **kwargs), made[0])]
+                return [self._spread(torch.tensor(usual, device=made[0].device), made[0])], KnownFor.ASSUMED
+        if known and any(map(self._is_spread, read)):
+            element = self._of_elements(func, args, kwargs, made)
+            return None if element is None else ([element], KnownFor.ASSUMED)
+        found = super()._contents(func, args, kwargs, read, made, known=known)
+        if usual is not None and found is not None and found[1] is KnownFor.THE_EXAMPLE:
+            with no_dispatch():
+                if bool((found[0][0] == usual).all()):  # the example does not speak against it
+                    return found[0], KnownFor.ASSUMED
+        return found
+
+    # Truth values of large tensors of which all are assumed to be the same, such as whether each number is finite.
 
     def _spread(self, element: Tensor, like: Tensor) -> Tensor:
-        """One element as all of a tensor: in memory of its own, unless that is large."""
-        spread = element.expand(like.shape)
+        """One truth value as all of a tensor, in memory of its own: one element of it where the tensor is large."""
+        spread = element.clone().expand(like.shape)
         return spread.clone() if like.numel() <= self.LIMIT else spread
+
+    def _is_spread(self, tensor: Tensor) -> bool:
+        content = self._real[tensor]
+        strides = zip(content.shape, content.stride(), strict=True)
+        assumed = content.dtype == torch.bool and self._known_for([tensor]) <= KnownFor.ASSUMED
+        return assumed and content.numel() > 1 and all(n == 1 or stride == 0 for n, stride in strides)
+
+    def _of_elements(self, func: Any, args: Any, kwargs: Any, made: Sequence[Tensor]) -> Tensor | None:
+        """What a call makes of tensors that are one truth value each; None of calls that are not known to make one again."""
+        read = [leaf for leaf in (*args, *kwargs.values()) if isinstance(leaf, Tensor)]
+        if func._schema.is_mutable or len(made) != 1 or not all(self._is_spread(t) or t.numel() == 1 for t in read):
+            return None
+        with no_dispatch(), torch.no_grad():
+            elements = [self._real[tensor].as_strided((), ()) for tensor in read]
+            if func.is_view and made[0].dtype == torch.bool:  # in the same memory
+                return elements[0].expand(made[0].shape)
+            if func.overloadpacket in (aten.any, aten.all, aten.clone):
+                return self._spread(elements[0], made[0])
+            if func.overloadpacket in (aten.sum, aten.count_nonzero) and not elements[0]:
+                return torch.zeros(made[0].shape, dtype=made[0].dtype, device=made[0].device)
+            if func.overloadpacket in _OF_TRUTH_VALUES and made[0].dtype == torch.bool and len(read) == len(args):
+                return self._spread(func(*elements), made[0])
+        return None
 
 
 def _if_finite(func: Any, args: Sequence[Any]) -> bool | None:
@@ -159,14 +200,6 @@ def _if_finite(func: Any, args: Sequence[Any]) -> bool | None:
     if func in (aten.eq.Scalar, aten.ne.Scalar) and isinstance(args[1], float) and not math.isfinite(args[1]):
         return bool(func is aten.ne.Scalar)
     return None
-
-
-def _is_one_element(content: Tensor) -> bool:
-    return all(n == 1 or stride == 0 for n, stride in zip(content.shape, content.stride(), strict=True))
-
-
-def _first(content: Tensor) -> Tensor:
-    return content.as_strided((), ())
 
 
 def _as_asked(answer: Sequence[int], asked: Tensor) -> bool | tuple[int, ...]:

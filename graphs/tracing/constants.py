@@ -22,17 +22,19 @@ from graphs.torch_private.tensors import storage_key
 from graphs.watching.calls import written
 
 aten = torch.ops.aten
-_ASKS = {aten._local_scalar_dense.default, aten.equal.default}  # the latter as istft compares what its window sums up to
+# istft compares what its window sums up to.
+_ASKS = {aten._local_scalar_dense.default, aten.equal.default, aten.allclose.default}
 _INDEX = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_, aten._unsafe_index, aten._unsafe_index_put}
 
 
 class KnownFor(enum.IntEnum):
-    """For which calls of a step the content of a tensor is known: those whose numbers are as is assumed, those whose inputs and
-    buffers are like the example's, or all."""
+    """For which calls of a step the content of a tensor is known: those with the inputs of the example, those whose numbers are
+    as assumed, those whose integers and truth values are like the example's, or all."""
 
-    ASSUMED = 0
-    EXAMPLE = 1
-    EVERY_CALL = 2
+    THE_EXAMPLE = 0
+    ASSUMED = 1
+    LIKE_EXAMPLE = 2
+    EVERY_CALL = 3
 
 
 class Constants(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -56,7 +58,7 @@ class Constants(TorchDispatchMode):  # type: ignore[no-untyped-call]
         known = isinstance(func, OpOverload) and func.namespace == "aten" and torch.Tag.nondeterministic_seeded not in func.tags
         known = known and all(tensor in self._real for tensor in read)
         if func in _ASKS:
-            answer = self._answer(func, read, known=known)
+            answer = self._answer(func, args, kwargs, read, known=known)
             if answer is not None:
                 return answer
         try:
@@ -66,22 +68,25 @@ class Constants(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 raise
             return self._as_literals(func, args, kwargs)
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        contents = self._contents(func, args, kwargs, made, known=known)
-        if contents is None:
+        found = self._contents(func, args, kwargs, read, made, known=known)
+        if found is None:
             self._forget(read if _may_alias(func) else written(func, args, kwargs))
             return result
-        known_for = self._known_for(read)
+        contents, known_for = found
         if known_for is not KnownFor.EVERY_CALL:
             self._doubt(written(func, args, kwargs), known_for)
         for tensor, content in zip(made, contents, strict=True):
             self._know(tensor, content, known_for)
         return result
 
-    def _contents(self, func: Any, args: Any, kwargs: Any, made: Sequence[Tensor], *, known: bool) -> list[Tensor] | None:
-        """What is in the tensors that a call made; None where that is not known."""
+    def _contents(
+        self, func: Any, args: Any, kwargs: Any, read: Sequence[Tensor], made: Sequence[Tensor], *, known: bool
+    ) -> tuple[list[Tensor], KnownFor] | None:
+        """What is in the tensors that a call made, and for which calls; None where that is not known."""
         if not known or any(tensor.numel() > self.LIMIT for tensor in made):
             return None
-        return [leaf for leaf in tree_leaves(self._really(func, args, kwargs)) if isinstance(leaf, Tensor)]
+        known_for = self._known_for(read)  # before it is written to
+        return [leaf for leaf in tree_leaves(self._really(func, args, kwargs)) if isinstance(leaf, Tensor)], known_for
 
     def _known_for(self, tensors: Iterable[Tensor]) -> KnownFor:
         """For which calls that is what is in these tensors."""
@@ -94,13 +99,9 @@ class Constants(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Whether shapes may follow from what is in these tensors."""
         return True
 
-    def _answer(self, func: Any, asked: Sequence[Tensor], *, known: bool) -> Any:
+    def _answer(self, func: Any, args: Any, kwargs: Any, asked: Sequence[Tensor], *, known: bool) -> Any:
         """What the model is told that asks these tensors; None where that is left to the trace."""
-        if not known:
-            return None
-        with no_dispatch():
-            contents = [self._real[tensor] for tensor in asked]
-            return torch.equal(*contents) if func is aten.equal.default else contents[0].item()
+        return self._really(func, args, kwargs) if known else None
 
     def _places(self, data: Tensor, indices: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Indices, with the places that known masks choose in their stead: as many in each call. Indexing does the same."""

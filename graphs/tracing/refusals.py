@@ -33,7 +33,7 @@ def refusal(name: str, error: Exception) -> CaptureError:
                 "that is in a derivative; where it is that of an embedding with padding_idx, use dense gradients (sparse=False), "
                 "where it is that of x[mask] = value, torch.where"
             )
-        elif is_check(_place(error)):
+        elif re.search(r":\d+: assert\b", _place(error)):
             remedy = "that is a check of numbers: let it compare tensors, as in assert (x > 0).all(), or leave it out"
         else:
             remedy = (
@@ -77,17 +77,16 @@ def _place(error: Exception) -> str:
 
 def place_among(frames: Sequence[traceback.FrameSummary]) -> str:
     """The innermost of these frames that is in the model or its libraries, for a message."""
+    frame = innermost(frames)
+    return "" if frame is None else f", at {frame.filename.rpartition('site-packages/')[2]}:{frame.lineno}: {frame.line}"
+
+
+def innermost(frames: Sequence[traceback.FrameSummary]) -> traceback.FrameSummary | None:
+    """The innermost of these frames that is in the model or its libraries."""
     graphs = Path(__file__).parents[1]
     ours = (str(Path(torch.__file__).parent), str(graphs), str(graphs.with_name("planner")))
-    for frame in reversed(frames):
-        if not frame.filename.startswith((*ours, "<frozen")):  # the last are imports
-            return f", at {frame.filename.rpartition('site-packages/')[2]}:{frame.lineno}: {frame.line}"
-    return ""
-
-
-def is_check(place: str) -> bool:
-    """Whether a place, as ``place_among`` words it, is an assertion."""
-    return re.search(r":\d+: assert\b", place) is not None
+    others = (frame for frame in reversed(frames) if not frame.filename.startswith((*ours, "<frozen")))  # the last are imports
+    return next(others, None)
 
 
 def _first_line(error: Exception) -> str:

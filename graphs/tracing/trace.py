@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
+import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -30,7 +30,7 @@ from graphs.torch_private.running import around_backwards, holding
 from graphs.torch_private.stand_ins import noting_traced, to_fake
 from graphs.tracing.answers import Answers
 from graphs.tracing.body import Body
-from graphs.tracing.constants import Constants
+from graphs.tracing.constants import Constants, KnownFor
 from graphs.tracing.refusals import reads_an_earlier_call, refusal, written_late
 from graphs.watching.generators import generators_kept, seeding_refused
 from graphs.watching.leaks import Caches
@@ -59,9 +59,17 @@ def trace(
     # As if compiling, libraries leave out shortcuts for which they look at data, and kernels whose fakes refuse what they take.
     # Answered data comes last: a step that asks nothing is for every batch, one that asks what only the example answers for few.
     plain: Callable[[], Beside] = contextlib.nullcontext
-    knowing: tuple[Callable[[], Beside], ...] = Constants, Answers, attempts.answers
+    assumed, like_example = (functools.partial(attempts.answers, KnownFor[name]) for name in ("THE_EXAMPLE", "LIKE_EXAMPLE"))
     failed: Exception | None = None
-    for beside, region in [(plain, plain), *itertools.product(knowing, (plain, as_if_compiling))]:
+    for beside, region in (
+        (plain, plain),
+        (Constants, plain),
+        (Constants, as_if_compiling),
+        (assumed, plain),
+        (assumed, as_if_compiling),
+        (like_example, as_if_compiling),
+        (like_example, plain),
+    ):
         asks = failed is None or isinstance(failed, DATA_DEPENDENT)
         if not asks and (beside is not Constants or region is not as_if_compiling):
             continue
@@ -71,7 +79,7 @@ def trace(
         except Exception as error:
             if asks and isinstance(error, CaptureError):
                 raise
-            if asks and (isinstance(error, DATA_DEPENDENT) or region is not as_if_compiling):
+            if failed is None or (asks and (isinstance(error, DATA_DEPENDENT) or (beside, region) == (Constants, plain))):
                 failed = error
     assert failed is not None
     raise refusal(name, failed) from failed
@@ -109,9 +117,9 @@ class _Attempts:
         self._knowing: Callable[[], Beside] = contextlib.nullcontext
         self._beside: Beside = contextlib.nullcontext()  # that of the latest call
 
-    def answers(self) -> Answers:
-        """Around a call: the model may branch on its data, for which that of the example is taken."""
-        return Answers(self._examples)
+    def answers(self, integers: KnownFor) -> Answers:
+        """Around a call: the model may branch on its data. ``integers``: for which calls those of the example are known."""
+        return Answers(self._examples, integers)
 
     def once(self, beside: Callable[[], Beside] = contextlib.nullcontext) -> tuple[Joint, Watch, list[Leftover]]:
         """Trace. ``beside``: what is known of the data around a call, and so what the model may branch on."""

@@ -27,14 +27,15 @@ class ReplanningModule(PlannedModule):
     Inputs of a shape that is new are captured and planned for when they come first, with ``options`` (of ``planner.plan``;
     by default the method and the seed of the first plan), and one line about it is logged (logger "belady", level INFO). A
     number or text among the inputs that is new counts as a new shape, and so do inputs of which others share their memory. A
-    shape has several plans where the model asks its inputs and goes on otherwise than for the example.
+    shape has several plans, at most ``MOST_BRANCHES``, where the model asks its inputs in its forward and goes on otherwise than
+    for the example; the one used last is tried first.
     ``code`` and ``peak_bytes`` are those of the first plan; ``planned`` is how many there are.
 
     A call raises what ``plan`` raises for its inputs: InfeasibleBudget where they need more than the budget, CaptureError.
     """
 
-    _others: dict[Hashable, list[PlannedModule]] = {}  # noqa: RUF012  # every object has its own
-    _first: Hashable = None
+    MOST_BRANCHES = 8
+    _plans: dict[Hashable, list[PlannedModule | None]] = {}  # noqa: RUF012  # every object has its own; None: this module itself
     _plan: Plan | None = None
     _options: Mapping[str, Any] = {}
 
@@ -44,7 +45,6 @@ class ReplanningModule(PlannedModule):
         super().__init__(step, schedule, first.budget_bytes)
         self._plan = first
         self._options = {"method": first.method, "seed": first.seed, **options}
-        self._others = {}
         like: dict[int, Tensor] = {}
         memory: dict[int, int] = {}
         for source, node in zip(step.sources, step.module.graph.find_nodes(op="placeholder"), strict=True):
@@ -52,12 +52,12 @@ class ReplanningModule(PlannedModule):
                 like[source.index], memory[source.index] = node.meta["val"], step.value_of[node]
         leaves = range(len(step.form.labels))
         kinds = (_kind(like.get(i, step.form.fixed.get(i))) for i in leaves)
-        self._first = (str(step.form.spec), *kinds, _sharing(map(memory.get, leaves)))
+        self._plans = {(str(step.form.spec), *kinds, _sharing(map(memory.get, leaves))): [None]}
 
     @property
     def planned(self) -> int:
         """How many plans there are."""
-        return 1 + sum(map(len, self._others.values()))
+        return sum(map(len, self._plans.values()))
 
     @left_to_run
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -67,15 +67,19 @@ class ReplanningModule(PlannedModule):
         leaves, spec = tree_flatten(plain(inputs))
         shape: Hashable = (str(spec), *map(_kind, leaves), _sharing(map(_memory, leaves)))
         with self.one_at_a_time:
-            others = self._others.setdefault(shape, [])
-            for call in [*([super().forward] if shape == self._first else ()), *others]:
+            plans = self._plans.setdefault(shape, [])
+            for i, other in enumerate(plans):
                 try:
-                    return call(*args, **kwargs)
+                    loss = super().forward(*args, **kwargs) if other is None else other(*args, **kwargs)
                 except BranchChanged as changed:
-                    if not changed.by_example:
+                    if not changed.by_example or i + 1 == self.MOST_BRANCHES:
                         raise
-            others.append(self._plan_for(inputs))
-        return others[-1](*args, **kwargs)
+                else:
+                    plans.insert(0, plans.pop(i))
+                    return loss
+            new = self._plan_for(inputs)
+            plans.insert(0, new)
+        return new(*args, **kwargs)
 
     def _plan_for(self, inputs: Inputs) -> PlannedModule:
         before, options = cast(Plan, self._plan), dict(self._options)
