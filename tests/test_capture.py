@@ -1498,10 +1498,6 @@ REFUSED: dict[str, tuple[Callable[[], Step], str]] = {
         lambda: capture(Lambda(lambda m, x, y: square(m.linear(x)) * sum(y.tolist())), (x8, torch.arange(129))),
         "branches on data",
     ),
-    "shape that follows from a mask of the example": (
-        lambda: capture(Lambda(lambda m, x, mask: square(m.linear(x)[mask])), (x8, torch.ones(4, dtype=torch.bool))),
-        "branches on data",
-    ),
     "branch on a draw": (
         lambda: capture(Lambda(lambda m, x: square(m.linear(x) if torch.rand(()) > 0.5 else x)), x8), "branches on data"
     ),
@@ -1541,7 +1537,7 @@ REFUSED: dict[str, tuple[Callable[[], Step], str]] = {
     ),
     "sparse gradient with padding": (
         lambda: capture(nn.Embedding(4, 8, sparse=True, padding_idx=0), torch.tensor([1]), loss=square),
-        "in a derivative; .* use dense gradients",
+        "makes a sparse tensor; use dense gradients",
     ),
     "wrong shape": (lambda: capture(linear(), torch.randn(4, 9), loss=square), "Linear cannot be traced: RuntimeError"),
     "lazy": (lambda: capture(nn.LazyLinear(8), x8, loss=square), "has no shape yet"),
@@ -1865,6 +1861,44 @@ def test_sizes_asked_for_are_compared():
     ):
         with pytest.raises(BranchChanged, match=message):
             step.module(*bind(step, (x8, torch.tensor(sizes), torch.tensor(mask))))
+
+
+def selects(m, x, mask):
+    return square(m.linear(x).masked_select(mask[:, None]))
+
+
+def indexes(m, x, mask):
+    y = m.linear(x)
+    y[mask] = m.linear.bias * 2
+    y[mask, 3:] = y[mask, 3:] + y[mask][:, :5]
+    return square(y)
+
+
+def names_places(m, x, mask):
+    y, rows, (places,) = m.linear(x), mask.nonzero(), torch.where(mask)
+    return square(y.index_add(0, places, y[rows[:, 0]])) * len(rows)
+
+
+def changes_its_mask(m, x, mask):
+    mask, y = mask.clone(), m.linear(x)
+    first = square(y.detach()[mask])
+    mask[0] = False
+    return first + square(y[mask])
+
+
+@pytest.mark.parametrize("forward", [selects, indexes, names_places, changes_its_mask])
+def test_of_a_mask_only_the_number_is_asked(forward):
+    model = Lambda(forward)
+    mask, other, more = (torch.tensor(each, dtype=torch.bool) for each in ([1, 0, 1, 0], [1, 0, 0, 1], [1, 1, 1, 0]))
+    step = capture(model, (x8, mask))
+    assert len(step.answers) == 1 + (forward is changes_its_mask)
+    for given in (mask, other):
+        case = lambda_case(forward, x8, given)
+        case.model = model
+        torch.manual_seed(7)
+        assert_same(answer_of(step, step.module(*bind(step, (x8, given)))), plain_answer(case))
+    with pytest.raises(BranchChanged, match=r"told \((2|16),\), at .*test_capture"):
+        step.module(*bind(step, (x8, more)))
 
 
 def test_a_wrong_guess_is_refused_when_run():

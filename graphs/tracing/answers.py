@@ -66,7 +66,8 @@ class Answers(Constants):  # type: ignore[no-untyped-call]
     """Answers what depends on the data, too: as checks want it, as for finite numbers, and as for the example. With each such
     answer ``belady::answered`` gets into the graph and refuses a run that needs another one: a guess may be useless, never wrong.
 
-    Answered are truth values and a few integers. What depends on draws or on the values of parameters stays unknown otherwise.
+    Answered are truth values and a few integers, how many places a mask chooses among them. What depends on draws or on the
+    values of parameters stays unknown otherwise.
     """
 
     MOST_INTEGERS = 128  # a few are sizes, more are data
@@ -77,6 +78,9 @@ class Answers(Constants):  # type: ignore[no-untyped-call]
         super().__init__()
         self._not_always: MutableMapping[Tensor, KnownFor] = WeakIdKeyDictionary()
         self._integers = 0  # that were asked for
+        self._chosen_by: MutableMapping[Tensor, Tensor] = (
+            WeakIdKeyDictionary()
+        )  # by the content of a mask, until it is written to
         with no_dispatch():
             for stand_in, real in examples:
                 if real.numel() <= self.LIMIT:
@@ -87,9 +91,11 @@ class Answers(Constants):  # type: ignore[no-untyped-call]
         kinds = (self._not_always.get(t, KnownFor.EVERY_CALL) if t in self._real else KnownFor.ASSUMED for t in tensors)
         return min(kinds, default=KnownFor.EVERY_CALL)
 
-    def _doubt(self, tensors: Iterable[Tensor], known_for: KnownFor) -> None:
+    def _wrote(self, tensors: Sequence[Tensor], known_for: KnownFor) -> None:
         for tensor in self._sharing(tensors):
-            self._not_always[tensor] = min(known_for, self._known_for([tensor]))
+            self._chosen_by.pop(self._real[tensor], None)
+            if known_for is not KnownFor.EVERY_CALL:
+                self._not_always[tensor] = min(known_for, self._known_for([tensor]))
 
     def _know(self, tensor: Tensor, content: Tensor, known_for: KnownFor = KnownFor.EVERY_CALL) -> None:
         super()._know(tensor, content)
@@ -118,8 +124,44 @@ class Answers(Constants):  # type: ignore[no-untyped-call]
             return None
         return answer
 
-    def _shapes_asked(self, tensors: Iterable[Tensor]) -> bool:
-        """A few sizes are asked for, and constants from then on."""
+    def _sized(self, func: Any, args: Any, kwargs: Any, read: Sequence[Tensor], *, known: bool) -> Any:
+        if known and self._sizes_asked(read):
+            return super()._sized(func, args, kwargs, read, known=known)
+        if func is aten.nonzero.default:
+            return self._counted(args[0])
+        if func is aten.masked_select.default and args[1] in self._real:
+            data, mask = torch.broadcast_tensors(*args)  # type: ignore[no-untyped-call]
+            with no_dispatch():
+                content = self._real[args[1]].expand(mask.shape)
+            self._know(mask, content, self._known_for([args[1]]))
+            places = self._counted(mask)
+            return None if places is None else data[places.unbind(1)]
+        return None
+
+    def _chosen(self, mask: Tensor) -> Sequence[Tensor] | None:
+        constant = super()._chosen(mask)
+        places = self._counted(mask) if constant is None else None
+        return constant if places is None else places.unbind(1)
+
+    def _counted(self, mask: Tensor) -> Tensor | None:
+        """The places that a mask chooses, one a row. How many is asked for, and which stays data; None where it is not known."""
+        if mask not in self._real or mask.numel() == 0 or (known_for := self._known_for([mask])) is KnownFor.THE_EXAMPLE:
+            return None
+        content = self._real[mask]
+        if content in self._chosen_by:  # as in the derivative of an index
+            return self._chosen_by[content]
+        with no_dispatch():
+            chosen = content.nonzero()
+        if not self._few([len(chosen)]):
+            return None
+        self._ask(aten.count_nonzero.default(mask), [len(chosen)], known_for)
+        places: Tensor = aten.nonzero_static.default(mask, size=len(chosen))
+        self._know(places, chosen, known_for)
+        self._chosen_by[content] = places
+        return places
+
+    def _sizes_asked(self, tensors: Iterable[Tensor]) -> bool:
+        """Whether shapes may follow from what is in these tensors: a few sizes are asked for, and constants from then on."""
         asked = [tensor for tensor in tensors if self._known_for([tensor]) is not KnownFor.EVERY_CALL]
         if any(tensor.numel() > self.MOST_INTEGERS or self._known_for([tensor]) is KnownFor.THE_EXAMPLE for tensor in asked):
             return False

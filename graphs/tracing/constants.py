@@ -64,17 +64,17 @@ class Constants(TorchDispatchMode):  # type: ignore[no-untyped-call]
         try:
             result = func(*args, **kwargs)
         except DynamicOutputShapeException:
-            if not known or not self._shapes_asked(read):
+            sized = self._sized(func, args, kwargs, read, known=known)
+            if sized is None:
                 raise
-            return self._as_literals(func, args, kwargs)
+            return sized
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         found = self._contents(func, args, kwargs, read, made, known=known)
         if found is None:
             self._forget(read if _may_alias(func) else written(func, args, kwargs))
             return result
         contents, known_for = found
-        if known_for is not KnownFor.EVERY_CALL:
-            self._doubt(written(func, args, kwargs), known_for)
+        self._wrote(list(written(func, args, kwargs)), known_for)
         for tensor, content in zip(made, contents, strict=True):
             self._know(tensor, content, known_for)
         return result
@@ -92,39 +92,45 @@ class Constants(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """For which calls that is what is in these tensors."""
         return KnownFor.EVERY_CALL
 
-    def _doubt(self, tensors: Iterable[Tensor], known_for: KnownFor) -> None:
-        """What was written to, and what shares its memory, is known for these calls at most."""
+    def _wrote(self, tensors: Sequence[Tensor], known_for: KnownFor) -> None:
+        """What was written to, and what shares its memory, is another now, and known for these calls at most."""
 
-    def _shapes_asked(self, tensors: Iterable[Tensor]) -> bool:
-        """Whether shapes may follow from what is in these tensors."""
-        return True
+    def _sized(self, func: Any, args: Any, kwargs: Any, read: Sequence[Tensor], *, known: bool) -> Any:
+        """The result of a call whose shape depends on data, as ``nonzero`` of a mask; None where that is not known.
+
+        Where all is known, tensors like those in the code."""
+        return tree_map_only(Tensor, self._literal, self._really(func, args, kwargs)) if known else None
 
     def _answer(self, func: Any, args: Any, kwargs: Any, asked: Sequence[Tensor], *, known: bool) -> Any:
         """What the model is told that asks these tensors; None where that is left to the trace."""
         return self._really(func, args, kwargs) if known else None
 
     def _places(self, data: Tensor, indices: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Indices, with the places that known masks choose in their stead: as many in each call. Indexing does the same."""
+        """Indices, with the places that masks choose in their stead, where as many are in each call. Indexing does the same."""
         places: list[Tensor | None] = []
         at = 0  # dimension of the data
         for index in indices:
             is_mask = index is not None and index.dtype in (torch.bool, torch.uint8)
-            if index is not None and is_mask and index.dim() and self._is_constant(index):
+            chosen = self._chosen(index) if index is not None and is_mask and index.dim() else None
+            if index is not None and chosen is not None:
                 if data.shape[at : at + index.dim()] != index.shape:
                     raise IndexError(
                         f"The shape of the mask {list(index.shape)} does not match that of the indexed tensor "
                         f"{list(data.shape)} at dimension {at}"
                     )
-                with no_dispatch():  # apart, as literals may not share their memory
-                    chosen = [place.clone() for place in self._real[index].nonzero(as_tuple=True)]
-                places += map(self._literal, chosen)
+                places += chosen
             else:
                 places.append(index)
             at += index.dim() if index is not None and is_mask else 1
         return places
 
-    def _is_constant(self, tensor: Tensor) -> bool:
-        return tensor in self._real and self._known_for([tensor]) is KnownFor.EVERY_CALL
+    def _chosen(self, mask: Tensor) -> Sequence[Tensor] | None:
+        """The places that a mask chooses, a tensor for each of its dimensions; None where it is not known how many there are."""
+        if mask not in self._real or self._known_for([mask]) is not KnownFor.EVERY_CALL:
+            return None
+        with no_dispatch():  # apart, as literals may not share their memory
+            places = [place.clone() for place in self._real[mask].nonzero(as_tuple=True)]
+        return list(map(self._literal, places))
 
     def _forget(self, tensors: Iterable[Tensor]) -> None:
         """What was written to is known no longer, and neither is what shares its memory."""
@@ -147,10 +153,6 @@ class Constants(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args, kwargs = tree_map_only(Tensor, self._real.__getitem__, (args, kwargs))
         with no_dispatch(), torch.no_grad():
             return func(*args, **kwargs)
-
-    def _as_literals(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The result of a call whose shape depends on known data, as ``nonzero`` of a mask: tensors like those in the code."""
-        return tree_map_only(Tensor, self._literal, self._really(func, args, kwargs))
 
     def _literal(self, content: Tensor) -> Tensor:
         tensor: Tensor = aten.lift_fresh.default(content)
