@@ -1886,12 +1886,18 @@ def changes_its_mask(m, x, mask):
     return first + square(y[mask])
 
 
-@pytest.mark.parametrize("forward", [selects, indexes, names_places, changes_its_mask])
+def changes_places(m, x, mask):
+    y, places = m.linear(x), mask.nonzero()
+    places.clamp_(max=1)
+    return square(y[mask]) + square(y[places[:, 0]]) + square(y[mask.nonzero()[:, 0]])
+
+
+@pytest.mark.parametrize("forward", [selects, indexes, names_places, changes_its_mask, changes_places])
 def test_of_a_mask_only_the_number_is_asked(forward):
     model = Lambda(forward)
     mask, other, more = (torch.tensor(each, dtype=torch.bool) for each in ([1, 0, 1, 0], [1, 0, 0, 1], [1, 1, 1, 0]))
     step = capture(model, (x8, mask))
-    assert len(step.answers) == 1 + (forward is changes_its_mask)
+    assert len(step.answers) == {changes_its_mask: 2, names_places: 2, changes_places: 3}.get(forward, 1)
     for given in (mask, other):
         case = lambda_case(forward, x8, given)
         case.model = model

@@ -78,9 +78,8 @@ class Answers(Constants):  # type: ignore[no-untyped-call]
         super().__init__()
         self._not_always: MutableMapping[Tensor, KnownFor] = WeakIdKeyDictionary()
         self._integers = 0  # that were asked for
-        self._chosen_by: MutableMapping[Tensor, Tensor] = (
-            WeakIdKeyDictionary()
-        )  # by the content of a mask, until it is written to
+        # By the content of a mask, until it is written to. Only indexing sees these places, so nothing writes to them.
+        self._chosen_by: MutableMapping[Tensor, Sequence[Tensor]] = WeakIdKeyDictionary()
         with no_dispatch():
             for stand_in, real in examples:
                 if real.numel() <= self.LIMIT:
@@ -140,24 +139,31 @@ class Answers(Constants):  # type: ignore[no-untyped-call]
 
     def _chosen(self, mask: Tensor) -> Sequence[Tensor] | None:
         constant = super()._chosen(mask)
-        places = self._counted(mask) if constant is None else None
-        return constant if places is None else places.unbind(1)
+        if constant is not None or mask not in self._real:
+            return constant
+        content = self._real[mask]
+        if content not in self._chosen_by:
+            rows = self._counted(mask)
+            if rows is None:
+                return None
+            with no_dispatch():
+                contents = self._real[rows].unbind(1)
+            self._chosen_by[content] = rows.unbind(1)
+            for place, where in zip(self._chosen_by[content], contents, strict=True):
+                self._know(place, where, self._known_for([rows]))
+        return self._chosen_by[content]  # the same in the derivative
 
     def _counted(self, mask: Tensor) -> Tensor | None:
         """The places that a mask chooses, one a row. How many is asked for, and which stays data; None where it is not known."""
         if mask not in self._real or mask.numel() == 0 or (known_for := self._known_for([mask])) is KnownFor.THE_EXAMPLE:
             return None
-        content = self._real[mask]
-        if content in self._chosen_by:  # as in the derivative of an index
-            return self._chosen_by[content]
         with no_dispatch():
-            chosen = content.nonzero()
+            chosen = self._real[mask].nonzero()
         if not self._few([len(chosen)]):
             return None
         self._ask(aten.count_nonzero.default(mask), [len(chosen)], known_for)
         places: Tensor = aten.nonzero_static.default(mask, size=len(chosen))
         self._know(places, chosen, known_for)
-        self._chosen_by[content] = places
         return places
 
     def _sizes_asked(self, tensors: Iterable[Tensor]) -> bool:
