@@ -1487,6 +1487,9 @@ REFUSED: dict[str, tuple[Callable[[], Step], str]] = {
     ),
     "error where numbers are finite": (lambda: capture(Lambda(wants_infinities), x8), r"branches on data.*if not .*isinf"),
     "large truth values written to": (lambda: capture(Lambda(writes_large_truth_values), large), "branches on data.*if infinite"),
+    "places in large tensors": (
+        lambda: capture(Lambda(lambda m, x: square(m.linear(x)[torch.isfinite(m.linear(x))])), large), "branches on data"
+    ),
     "large constant": (lambda: capture(Lambda(overflows_in_eight_bits), x8), "branches on data.*if large"),
     "large copy": (lambda: capture(Lambda(writes_a_view_of_a_copy), x8), "branches on data.*if large"),
     "columns of a large copy": (lambda: capture(Lambda(writes_columns_of_a_copy), x8), "branches on data.*if large"),

@@ -155,7 +155,8 @@ class Answers(Constants):  # type: ignore[no-untyped-call]
 
     def _counted(self, mask: Tensor) -> Tensor | None:
         """The places that a mask chooses, one a row. How many is asked for, and which stays data; None where it is not known."""
-        if mask not in self._real or mask.numel() == 0 or (known_for := self._known_for([mask])) is KnownFor.THE_EXAMPLE:
+        known_for = self._known_for([mask])
+        if mask not in self._real or not 0 < mask.numel() <= self.LIMIT or known_for is KnownFor.THE_EXAMPLE:
             return None
         with no_dispatch():
             chosen = self._real[mask].nonzero()
