@@ -127,7 +127,7 @@ class Step:
         return dataclasses.replace(self, graph=self.graph.with_costs(time_ns, workspace_bytes))
 
     def _views(self, reader: fx.Node) -> tuple[fx.Node, ...]:
-        needed = _views_behind(reader.all_input_nodes, self._bases)
+        needed = _calls_behind(reader.all_input_nodes, self._bases)
         return tuple(sorted(needed, key=self._position.__getitem__))
 
     @property
@@ -417,28 +417,16 @@ def _refuse_turns(name: str, graph: fx.Graph, sources: Sequence[Source], results
     """Refuse an answer of the example that the step itself changes: the next call is told another one."""
     new = {result.name for result in results if result.kind == "buffer"}
     changed = {n: s.name for n, s in zip(graph.find_nodes(op="placeholder"), sources, strict=True) if s.name in new}
-    for asked in (each for each in asked_in(graph) if each.args[3]):
-        for node in _all_behind(asked):
-            if node in changed:
+    for asked in asked_in(graph) if changed else ():
+        for call in _calls_behind([asked], frozenset()) if asked.args[3] else ():
+            for node in changed.keys() & call.all_input_nodes:
                 raise CaptureError(
                     f"{name} branches on its buffer {changed[node]}, which it changes{asked.args[2]}; where only the first call "
                     f"does something else, run the model once before"
                 )
 
 
-def _all_behind(node: fx.Node) -> set[fx.Node]:
-    """All nodes from which one is made."""
-    found: set[fx.Node] = set()
-    stack = [node]
-    while stack:
-        for before in stack.pop().all_input_nodes:
-            if before not in found:
-                found.add(before)
-                stack.append(before)
-    return found
-
-
-def _views_behind(nodes: Iterable[fx.Node], bases: frozenset[fx.Node]) -> set[fx.Node]:
+def _calls_behind(nodes: Iterable[fx.Node], bases: frozenset[fx.Node]) -> set[fx.Node]:
     """All call nodes from which ``nodes`` are made, ``nodes`` included, up to and without ``bases``."""
     found: set[fx.Node] = set()
     stack = list(nodes)

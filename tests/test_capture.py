@@ -1501,6 +1501,10 @@ REFUSED: dict[str, tuple[Callable[[], Step], str]] = {
         lambda: capture(Lambda(lambda m, x, y: square(m.linear(x)) * sum(y.tolist())), (x8, torch.arange(129))),
         "branches on data",
     ),
+    "branch on a number of the example spread out": (
+        lambda: capture(Lambda(lambda m, x: square(m.linear(x)) if (x[3:, 7:] > 0).expand(4, 1).any() else x.sum()), x8),
+        "branches on data",
+    ),
     "branch on a draw": (
         lambda: capture(Lambda(lambda m, x: square(m.linear(x) if torch.rand(()) > 0.5 else x)), x8), "branches on data"
     ),

@@ -201,7 +201,7 @@ class Answers(Constants):  # type: ignore[no-untyped-call]
                 return [self._spread(torch.tensor(usual, device=made[0].device), made[0])], KnownFor.ASSUMED
         if known and any(map(self._is_spread, read)):
             element = self._of_elements(func, args, kwargs, made)
-            return None if element is None else ([element], KnownFor.ASSUMED)
+            return None if element is None else ([element], self._known_for(read))
         found = super()._contents(func, args, kwargs, read, made, known=known)
         if usual is not None and found is not None and found[1] is KnownFor.THE_EXAMPLE:
             with no_dispatch():
@@ -219,7 +219,7 @@ class Answers(Constants):  # type: ignore[no-untyped-call]
     def _is_spread(self, tensor: Tensor) -> bool:
         content = self._real[tensor]
         strides = zip(content.shape, content.stride(), strict=True)
-        assumed = content.dtype == torch.bool and self._known_for([tensor]) <= KnownFor.ASSUMED
+        assumed = content.dtype == torch.bool and self._known_for([tensor]) is KnownFor.ASSUMED
         return assumed and content.numel() > 1 and all(n == 1 or stride == 0 for n, stride in strides)
 
     def _of_elements(self, func: Any, args: Any, kwargs: Any, made: Sequence[Tensor]) -> Tensor | None:

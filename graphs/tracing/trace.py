@@ -59,7 +59,8 @@ def trace(
     # As if compiling, libraries leave out shortcuts for which they look at data, and kernels whose fakes refuse what they take.
     # Answered data comes last: a step that asks nothing is for every batch, one that asks what only the example answers for few.
     plain: Callable[[], Beside] = contextlib.nullcontext
-    assumed, like_example = (functools.partial(attempts.answers, KnownFor[name]) for name in ("THE_EXAMPLE", "LIKE_EXAMPLE"))
+    assumed = functools.partial(attempts.answers, KnownFor.THE_EXAMPLE)
+    like_example = functools.partial(attempts.answers, KnownFor.LIKE_EXAMPLE)
     failed: Exception | None = None
     for beside, region in (
         (plain, plain),
