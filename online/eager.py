@@ -91,10 +91,10 @@ def budget(
     Raises BudgetExceeded before an op runs that would not fit, or at the end of the block where what it leaves alive does not
     fit together; NoScheduleFound at the thrash limit; InputError for what cannot be used: sparse tensors (gradients of
     ``nn.Embedding(sparse=True)`` among them), nested ones that are not ``torch.jagged``, operators on quantized ones,
-    ``pad_packed_sequence``, ``torch.cond`` and the like, and code that PyTorch has fused. Everything alive at the end of the
-    block is in memory afterwards; after an error, whatever the budget. Where Ctrl-C (or a signal whose handler ends the program)
-    comes in the middle of what is noted about an op and the program goes on inside of the block, it does so without the budget,
-    as a RuntimeWarning says.
+    ``torch.cond`` and the like, and code that PyTorch has fused. Everything alive at the end of the block is in memory
+    afterwards; after an error, whatever the budget. Where Ctrl-C (or a signal whose handler ends the program) comes in the middle
+    of what is noted about an op and the program goes on inside of the block, it does so without the budget, as a RuntimeWarning
+    says.
 
     Not counted: what an op that draws keeps so that it can draw the same again (some 10 KB each on the CPU, 32 bytes on CUDA),
     and workspace inside of ops on the CPU.

@@ -2,6 +2,7 @@
 
 block          what these parts ask of the block
 interposition  operator calls of the program, and reads and writes past them
+padding        what unpacking sequences of different lengths calls, in operators of its own
 calls          what an operator call reads and writes, and whether it becomes an op of the engine
 runs           the ops: each runs for the first time, and again when the engine asks for it
 outside        tensors made outside of the block, parameters, gradients, states of optimizers

@@ -17,6 +17,7 @@ from graphs.torch_private.tensors import unwrapped
 from online.blocks.block import Block
 from online.blocks.keeping import Keeper
 from online.blocks.outside import Outside
+from online.blocks.padding import pad_packed
 from online.blocks.recipes import WithoutMemory
 from online.blocks.tensors import takes_calls_apart, tensors_in
 
@@ -132,9 +133,7 @@ class RawReads(TorchFunctionMode):
         if func not in _NOTED or self._block.torn:
             return func(*args, **kwargs) if kwargs else func(*args)
         if func in PADS_PACKED and self._block.budget_bytes is not None:
-            raise InputError(
-                "pad_packed_sequence cannot run under a budget: it writes past the dispatcher to a tensor it has made"
-            )
+            return self._pad_packed(*args, **(kwargs or {}))
         if func in _OPENS:
             with self._block.noting():
                 for tensor in tensors_in(unwrapped(args[0])):
@@ -148,3 +147,9 @@ class RawReads(TorchFunctionMode):
                 with self._keeper.held(func.__name__, [content.number for content in read]):
                     return func(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
+
+    def _pad_packed(
+        self, data: Tensor, batch_sizes: Tensor, batch_first: bool, padding_value: float, total_length: int
+    ) -> tuple[Tensor, Tensor]:
+        sizes = self.__torch_function__(Tensor.tolist, (Tensor,), (batch_sizes,))
+        return pad_packed(data, sizes, batch_first, padding_value, total_length)
