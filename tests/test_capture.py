@@ -1795,6 +1795,15 @@ def test_caches_outside_of_a_model_hold_nothing_of_a_refused_trace(mask):
     assert torch.equal(answer_of(step, step.module(*bind(step, x8))).loss, wanted)
 
 
+def test_a_function_that_remembers_again_is_looked_at_again():
+    model = Lambda(lambda m, x: square((m.linear(x) @ m.linear(x).T + remembered_mask(4)).softmax(-1)))
+    for _ in range(3):
+        remembered_mask.cache_clear()
+        with pytest.raises(CaptureError, match="does not do the same in every call"):
+            capture(model, x8)
+        assert not remembered_mask.cache_info().currsize
+
+
 @pytest.mark.parametrize(("imports", "scans"), [(False, 1), (True, 7)])
 def test_all_objects_are_looked_through_once_unless_something_is_imported(imports, scans, monkeypatch):
     found, objects = [], gc.get_objects

@@ -13,8 +13,9 @@ import functools
 import gc
 import sys
 import types
+import weakref
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator, MutableMapping, Set
 from typing import Any
 
 from torch import nn
@@ -28,6 +29,7 @@ _MANY = 1_000  # entries of one container that are looked into
 _LEVELS = 3  # a function, its dict, an entry, what it returned
 _LIBRARIES = frozenset({"builtins", "collections", "enum", "functools", "numpy", "torch", "types", "typing", "weakref"})
 _Remembering = type(functools.lru_cache(lambda: None))
+_looked_at: MutableMapping[Any, Any] = weakref.WeakKeyDictionary()  # how often each had been asked when nothing traced was left
 
 
 class Caches:
@@ -63,12 +65,16 @@ class Caches:
             self._functions = [one for one in gc.get_objects() if type(one) is _Remembering]
             self._modules = len(sys.modules)
         for function in self._functions:
+            info = function.cache_info()
+            if info == _looked_at.get(function) or not info.currsize:  # nobody has asked it since
+                continue
             held: list[Any] = [function]
             for _ in range(_LEVELS):
                 held = [one for value in held for one in gc.get_referents(value) if not isinstance(value, nn.Module)]
                 if any(map(is_traced, held)):
                     function.cache_clear()
                     break
+            _looked_at[function] = function.cache_info()
 
 
 def _entries(box: Any) -> dict[Any, Any]:
