@@ -11,12 +11,12 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, fx
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import flop_registry
 
 from graphs.errors import InputError
 from graphs.rewriting.nodes import attribute, tensors_of
@@ -127,7 +127,6 @@ def _rate(node: fx.Node, device: DeviceDescription) -> float:
 # What an op computes.
 
 
-_FORMULAS = FlopCounterMode(display=False).flop_registry
 _ATTENTION = ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
 
 
@@ -143,21 +142,39 @@ def _attention_backward(_: Tensor, query: Tensor, key: Tensor, value: Tensor, *_
     return 2 * batch * heads * queries * key.shape[-2] * (3 * width + 2 * value.shape[-1])
 
 
-# torch has formulas for most of these, but not in every release: grouped queries and the kernel of the CPU came later.
+def _recurrent(input: Tensor, *given: Any, **_: Any) -> int:
+    """The products of each step with the matrices of a layer, or with those of all layers, given in a list."""
+    weights: Sequence[Tensor] = given[0] if isinstance(given[0], list | tuple) else given[:2]
+    return 2 * math.prod(input.shape[:-1]) * sum(weight.numel() for weight in weights if weight.dim() == 2)
+
+
+def _recurrent_backward(*args: Any, **_: Any) -> int:
+    """The gradients of both factors of each product."""
+    return 2 * _recurrent(*args)
+
+
+_RECURRENT = "aten._cudnn_rnn", "aten.mkldnn_rnn_layer", "belady.lstm_layer"
+
+# torch has formulas for most kinds of attention, but not in every release: grouped queries and the kernel of the CPU came later.
 _OWN_FORMULAS: Mapping[str, Callable[..., int]] = {
     **{f"aten._scaled_dot_product_{name}": _attention for name in _ATTENTION},
     **{f"aten._scaled_dot_product_{name}_backward": _attention_backward for name in _ATTENTION},
+    **dict.fromkeys(_RECURRENT, _recurrent),
+    **dict.fromkeys((f"{name}_backward" for name in _RECURRENT), _recurrent_backward),
 }
 
 
 def flops(node: fx.Node) -> int:
     """Floating-point operations of one call, by the shapes of its fake values; 0 for an op without a formula."""
     args, kwargs = _values(node)
-    if own := _OWN_FORMULAS.get(_packet(node)):
-        return own(*args, **kwargs)
-    target: Any = node.target
-    formula = _FORMULAS.get(target.overloadpacket if isinstance(target, OpOverload) else target)
-    return 0 if formula is None else int(formula(*args, **kwargs, out_val=node.meta["val"]))
+    return flops_of(node.target, args, kwargs, node.meta.get("val"))
+
+
+def flops_of(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
+    """Floating-point operations of a call of an operator, by the shapes of tensors; 0 for one without a formula."""
+    packet = target.overloadpacket if isinstance(target, OpOverload) else target
+    formula = _OWN_FORMULAS.get(str(packet)) or flop_registry.get(packet)
+    return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
 
 
 # What an op moves.

@@ -2192,26 +2192,6 @@ def test_bind_ignores_what_no_forward_read():
     bind(step, x8)
 
 
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
-def test_recurrent_layers_are_captured_as_their_cells(kind: type[nn.RNNBase]) -> None:
-    torch.manual_seed(0)
-    model = Lambda(lambda m, x: square(m.inner(m.linear(x))[0]))
-    model.inner = kind(8, 6, 2, batch_first=True, bidirectional=True)
-    x = torch.randn(3, 5, 8)
-    step = capture(model, x)
-    model.inner.float()  # lists its parameters anew
-    for _ in range(2):
-        with torch.no_grad():
-            got = answer_of(step, step.module(*bind(step, x)))
-        model.zero_grad()
-        loss = model(x)
-        loss.backward()
-        torch.testing.assert_close(got.loss, loss.detach())
-        torch.testing.assert_close(got.gradients, {name: p.grad for name, p in model.named_parameters()})
-        with torch.no_grad():
-            model.inner.weight_hh_l0.mul_(0.5)
-
-
 def test_bind_reads_the_model_as_it_is_now():
     case = mlp_case()
     step = captured(case)

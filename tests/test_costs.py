@@ -101,6 +101,15 @@ def test_attention_counts_its_products_on_every_device() -> None:
     assert flops(only(step, f"{kind}_backward", backward=True)[1]) == 5 * product
 
 
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_layer_of_an_lstm_counts_the_products_of_its_steps(bias: bool) -> None:
+    model = nn.LSTM(8, 16, bias=bias)
+    step = capture(model, torch.randn(5, 3, 8), loss=lambda made: made[0].sum())
+    products = 2 * 5 * 3 * (8 + 16) * 4 * 16
+    assert flops(only(step, "belady.lstm_layer")[1]) == products
+    assert flops(only(step, "belady.lstm_layer_backward", backward=True)[1]) == 2 * products
+
+
 def test_a_whole_model_is_priced_fast_and_backward_costs_twice_forward() -> None:
     pytest.importorskip("transformers")
     model, inputs, loss = build("gpt2", batch=1, seq=64, vocab=512)

@@ -321,6 +321,44 @@ def test_a_model_that_asks_its_data_is_plain_pytorch_or_changes_nothing() -> Non
         GraphedModule(step, schedule, peak_bytes)
 
 
+class Recurrent(nn.Module):
+    """Recurrent layers over sequences, all as long as the input or packed."""
+
+    def __init__(self, kind: Callable[..., nn.RNNBase], lengths: list[int] | None) -> None:
+        super().__init__()
+        self.lengths = lengths
+        self.layers = nn.ModuleList(kind(128, 64, bidirectional=True, batch_first=True) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            if self.lengths is None:
+                x = layer(x)[0].relu()
+            else:
+                packed = nn.utils.rnn.pack_padded_sequence(x, self.lengths, batch_first=True)
+                x = nn.utils.rnn.pad_packed_sequence(layer(packed)[0], batch_first=True)[0].relu()
+        return x.square().mean()
+
+
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.parametrize("lengths", [None, [48] * 8 + [31] * 16 + [9] * 8], ids=["padded", "packed"])
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers_are_plain_pytorch_in_the_planned_bytes(
+    kind: Callable[..., nn.RNNBase], lengths: list[int] | None, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(32, 48, 128, device="cuda")
+    step = measured(capture(Recurrent(kind, lengths).cuda(), x), repeats=1, cache_dir=tmp_path)
+    schedule, peak_bytes = recomputing(step)
+    module = PlannedModule(step, schedule, peak_bytes)
+    assert_same(trained(step, lambda: call(module, (x,))), trained(step, lambda: step.eager(x)))
+    prepare = step.model.zero_grad
+    prepare()
+    resident_bytes = resident_before_backward(step)
+    found = measure(lambda: call(module, (x,)).backward(), step.device, resident_bytes, prepare=prepare)  # type: ignore[no-untyped-call]
+    assert found.peak_bytes <= peak_bytes + SLACK_BYTES
+
+
 @pytest.mark.gpu
 @needs_cuda
 def test_a_step_survives_a_limit_of_the_driver_that_plain_pytorch_does_not() -> None:

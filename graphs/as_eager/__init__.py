@@ -5,6 +5,9 @@ ctc             what stands in for the CTC loss
 draws_in_place  draws into memory that is laid out otherwise than contiguous
 grouped         grouped matrix products in any type
 layouts         the strides that kernels give their results
+packed          sequences of different lengths
 products        derivatives of ``prod`` and ``cumprod``
+recurrent       layers of LSTMs as oneDNN's kernel
 variances       the loss of Gaussians checks its variances when the step runs
+written         what was written to in place, in the layout it has
 """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -72,7 +72,20 @@ def attention_as_eager() -> Iterator[None]:
         yield
 
 
-_AUTOGRAD_KEYS = (torch._C.DispatchKey.CompositeImplicitAutograd, torch._C.DispatchKey.Autograd)
+def onednn_takes(tensors: Sequence[Tensor]) -> bool:
+    """Whether eager execution runs oneDNN's recurrent layers on an input, the first of these, with the others."""
+    dtype = tensors[0].dtype
+    takes_dtype = (
+        dtype is torch.float
+        or (dtype is torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+        or (dtype is torch.half and torch.ops.mkldnn._is_mkldnn_fp16_supported())
+    )
+    return takes_dtype and tensors[0].numel() != 0 and all(each.device.type == "cpu" for each in tensors)
+
+
+_COMPOSITE, _AUTOGRAD = torch._C.DispatchKey.CompositeImplicitAutograd, torch._C.DispatchKey.Autograd
+_AUTOGRAD_KEYS = _COMPOSITE, _AUTOGRAD
+_ours: set[tuple[Any, Any]] = set()  # functions of ``differentiated_by``
 
 
 @contextlib.contextmanager
@@ -86,7 +99,8 @@ def eager_kernels() -> Iterator[None]:
     taken: list[tuple[OpOverload[..., Any], Any, Any]] = []
     try:
         for op in _replaced_operators():
-            taken += [(op, key, op.py_kernels.pop(key)) for key in _AUTOGRAD_KEYS if key in op.py_kernels]
+            keys = [key for key in _AUTOGRAD_KEYS if key in op.py_kernels and (op, key) not in _ours]
+            taken += [(op, key, op.py_kernels.pop(key)) for key in keys]
             op._dispatch_cache.clear()
         yield
     finally:
@@ -98,21 +112,33 @@ def eager_kernels() -> Iterator[None]:
 @contextlib.contextmanager
 def differentiated_by(functions: Mapping[OpOverload[..., Any], Callable[..., Any]]) -> Iterator[None]:
     """Have these functions, which autograd can differentiate, traced in place of operators."""
-    key = torch._C.DispatchKey.Autograd
-    _replaced_operators()  # which these are none of
-    before = {op: op.py_kernels.get(key) for op in functions}
+    _replaced_operators()  # before these are
+    places = [(op, key) for op in functions for key in _AUTOGRAD_KEYS if key == _AUTOGRAD or _is_composite(op)]
+    before = {(op, key): op.py_kernels.get(key) for op, key in places}
     try:
-        for op, function in functions.items():
-            op.py_kernels[key] = function
+        for op, key in places:
+            op.py_kernels[key] = functions[op]
             op._dispatch_cache.clear()
+        _ours.update(places)
         yield
     finally:
-        for op, kernel in before.items():
+        _ours.difference_update(places)
+        for (op, key), kernel in before.items():
             if kernel is None:
                 op.py_kernels.pop(key, None)
             else:
                 op.py_kernels[key] = kernel
             op._dispatch_cache.clear()
+
+
+def _is_composite(op: OpOverload[..., Any]) -> bool:
+    return op.has_kernel_for_dispatch_key(_COMPOSITE)
+
+
+def in_parts(op: OpOverload[..., Any], *args: Any) -> Any:
+    """What PyTorch's own kernel returns of an operator that is made of others, which are traced; also where another function is
+    traced in place of it."""
+    return op._op_dk(_COMPOSITE, *args)
 
 
 def below_autograd() -> contextlib.AbstractContextManager[object]:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 
+from graphs.torch_private.names import tree_leaves
 from graphs.torch_private.patching import patched
 
 
@@ -57,6 +58,28 @@ def noting_traced() -> Iterator[list[weakref.ref[Tensor]]]:
 
     with patched(FunctionalTensor, "__new__", staticmethod(noted)):
         yield made
+
+
+@contextlib.contextmanager
+def values_laid_out(lay_out: Callable[[Any, Any, Tensor, Tensor], Tensor | None]) -> Iterator[None]:
+    """Have operators that are traced inside read ``lay_out(operator, kwargs, tensor, value)``, where that is a tensor, in place
+    of ``value``: what the tracer has made of the writes to ``tensor`` so far, where its strides are others than the tensor's."""
+    original: Any = FunctionalTensorMode.__torch_dispatch__
+
+    def dispatch(mode: FunctionalTensorMode, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for tensor in tree_leaves((args, kwargs)):
+            if type(tensor) is FunctionalTensor:
+                value = torch._from_functional_tensor(tensor.elem)
+                if value.layout == torch.strided and value.stride() != tensor.stride():
+                    laid_out = lay_out(func, kwargs or {}, tensor, value)
+                    if laid_out is not None:
+                        torch._functionalize_replace(tensor.elem, laid_out)
+                        torch._functionalize_commit_update(tensor.elem)
+                        torch._functionalize_sync(tensor.elem)
+        return original(mode, func, types, args, kwargs)
+
+    with patched(FunctionalTensorMode, "__torch_dispatch__", dispatch):
+        yield
 
 
 @contextlib.contextmanager

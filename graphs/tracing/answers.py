@@ -137,6 +137,9 @@ class Answers(Constants):  # type: ignore[no-untyped-call]
             return None if places is None else data[places.unbind(1)]
         return None
 
+    def sizes_in(self, tensor: Tensor) -> Tensor | None:
+        return super().sizes_in(tensor) if tensor in self._real and self._sizes_asked([tensor]) else None
+
     def _chosen(self, mask: Tensor) -> Sequence[Tensor] | None:
         constant = super()._chosen(mask)
         if constant is not None or mask not in self._real:

@@ -79,6 +79,10 @@ class Constants(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._know(tensor, content, known_for)
         return result
 
+    def sizes_in(self, tensor: Tensor) -> Tensor | None:
+        """What is in a tensor of sizes, from which shapes follow; None where that is not known for every call."""
+        return self._real.get(tensor)
+
     def _contents(
         self, func: Any, args: Any, kwargs: Any, read: Sequence[Tensor], made: Sequence[Tensor], *, known: bool
     ) -> tuple[list[Tensor], KnownFor] | None:

@@ -17,8 +17,11 @@ from graphs.as_eager.ctc import ctc_traced
 from graphs.as_eager.draws_in_place import draws_laid_out
 from graphs.as_eager.grouped import grouped_products_traced
 from graphs.as_eager.layouts import kernels_layouts
+from graphs.as_eager.packed import packed_traced
 from graphs.as_eager.products import products_traced
+from graphs.as_eager.recurrent import lstms_traced
 from graphs.as_eager.variances import variances_checked_later
+from graphs.as_eager.written import writes_laid_out
 from graphs.errors import CaptureError
 from graphs.rewriting.nodes import calls_foreign
 from graphs.rewriting.rewrites import read_sources_directly
@@ -122,6 +125,32 @@ class _Attempts:
         """Around a call: the model may branch on its data. ``integers``: for which calls those of the example are known."""
         return Answers(self._examples, integers)
 
+    def _sizes_in(self, tensor: Tensor) -> Tensor | None:
+        """What is in a tensor of a few sizes; None where that is not known."""
+        return self._beside.sizes_in(tensor) if isinstance(self._beside, Constants) else None
+
+    @contextlib.contextmanager
+    def _as_eager(self) -> Iterator[None]:
+        """What is traced computes what eager execution does."""
+        with contextlib.ExitStack() as stack:
+            for each in (
+                ctc_traced(),
+                lstms_traced(),
+                packed_traced(self._sizes_in),
+                grouped_products_traced(),
+                products_traced(),
+                variances_checked_later(),
+                kernels_layouts(),
+                draws_laid_out(),
+                writes_laid_out(),
+                selective_checkpoints_off(),
+                attention_as_eager(),
+                padding_refused(self.name),
+                _padding_not_warned_of(),
+            ):
+                stack.enter_context(each)
+            yield
+
     def once(self, beside: Callable[[], Beside] = contextlib.nullcontext) -> tuple[Joint, Watch, list[Leftover]]:
         """Trace. ``beside``: what is known of the data around a call, and so what the model may branch on."""
         watch = self._watch = Watch(self.name, self.body)
@@ -129,16 +158,7 @@ class _Attempts:
         with (
             _plain_context(self.where),
             _untouched(watch, self.where),
-            ctc_traced(),
-            grouped_products_traced(),
-            products_traced(),
-            variances_checked_later(),
-            kernels_layouts(),
-            draws_laid_out(),
-            selective_checkpoints_off(),
-            attention_as_eager(),
-            padding_refused(self.name),
-            _padding_not_warned_of(),
+            self._as_eager(),
             around_backwards(self._backward),
             noting_traced() as made,
             Since(made) as since,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, UntypedStorage
 from torch.utils.flop_counter import flop_registry
 
-from graphs.costs import DEVICES, DeviceDescription
+from graphs.costs import DEVICES, DeviceDescription, flops_of
 from graphs.errors import InputError
 from graphs.rewriting.sizes import cuda_bytes
 from graphs.torch_private.names import FakeTensorMode, tree_leaves, tree_map_only
@@ -102,8 +102,7 @@ def _modelled_ns(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     if not touched:
         return 1
     device = _described(touched[0].device)
-    formula = flop_registry.get(func.overloadpacket)
-    flops = int(formula(*args, **kwargs, out_val=result)) if formula else 0
+    flops = flops_of(func, args, kwargs, result)
     dtypes = [str(t.dtype).removeprefix("torch.") for t in touched if t.dtype.is_floating_point]
     rate = device.peak_flops.get(dtypes[0] if dtypes else "float32", device.peak_flops["float32"])
     moved = sum(t.numel() * t.element_size() for t in touched)

@@ -1,0 +1,189 @@
+"""Layers of LSTMs on the CPU are traced as oneDNN's kernel, which eager execution runs. [torch]
+
+PyTorch does not take it for tensors without data, and what stands in for it does not know the memory that it keeps for the
+derivative. That is asked of the kernel itself, once for each shape.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphs.errors import CaptureError
+from graphs.torch_private.kernels import below_autograd, differentiated_by, in_parts, onednn_enabled, onednn_takes
+from graphs.torch_private.names import no_dispatch, without_autocast
+
+aten = torch.ops.aten
+
+_library = torch.library.Library("belady", "FRAGMENT")  # type: ignore[no-untyped-call]
+_OPTIONS = "bool reverse, int hidden_size, int num_layers, bool has_biases, bool bidirectional, bool batch_first, bool train"
+_GIVEN = "Tensor input, Tensor w_ih, Tensor w_hh, Tensor b_ih, Tensor b_hh, Tensor h, Tensor c"
+_library.define(  # type: ignore[no-untyped-call]
+    f"lstm_layer({_GIVEN}, {_OPTIONS}, bool differentiable) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+_library.define(  # type: ignore[no-untyped-call]
+    f"lstm_layer_backward({_GIVEN}, Tensor output, Tensor last_h, Tensor last_c, Tensor workspace, Tensor? grad_output, "
+    f"Tensor? grad_h, Tensor? grad_c, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+_LSTM = 2  # ideep::rnn_kind::LSTM
+_GIVEN_COUNT = 7  # tensors that a layer gets
+
+_Results = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def _layer(*args: Any) -> _Results:
+    """Output, last h and c, and what the derivative reads: ``belady::lstm_layer``."""
+    *given, reverse, hidden, layers, biases, both, first, train, differentiable = args
+    # By this the kernel decides whether there will be a derivative.
+    with below_autograd(), without_autocast(), torch.set_grad_enabled(differentiable):
+        output, last_h, last_c, workspace = aten.mkldnn_rnn_layer.default(
+            *given, reverse, [], _LSTM, hidden, layers, biases, both, first, train
+        )
+    return output, last_h, last_c, torch.empty(0, dtype=torch.uint8) if workspace is None else workspace
+
+
+def _layer_backward(*args: Any) -> tuple[Tensor, ...]:
+    """The derivatives by what the layer was given: ``belady::lstm_layer_backward``."""
+    given, (output, last_h, last_c, workspace, *grads) = args[:_GIVEN_COUNT], args[_GIVEN_COUNT : _GIVEN_COUNT + 7]
+    reverse, hidden, layers, biases, both, first, train = args[_GIVEN_COUNT + 7 :]
+    with below_autograd(), without_autocast():
+        made: tuple[Tensor, ...] = aten.mkldnn_rnn_layer_backward.default(
+            *given,
+            output,
+            last_h,
+            last_c,
+            *grads,
+            reverse,
+            _LSTM,
+            hidden,
+            layers,
+            biases,
+            train,
+            both,
+            [],
+            first,
+            workspace,
+        )
+    return made
+
+
+_Layout = tuple[torch.Size, tuple[int, ...], torch.dtype]
+
+
+def _layout(tensor: Tensor) -> _Layout:
+    return tensor.shape, tensor.stride(), tensor.dtype
+
+
+@functools.cache
+def _layouts(given: Sequence[_Layout], options: Sequence[Any], differentiable: bool, backward: bool) -> list[_Layout]:
+    """How the kernel lays out its results, or those of its derivative."""
+    with no_dispatch(), torch.no_grad(), without_autocast():
+        zeros = [torch.empty_strided(*layout[:2], dtype=layout[2], device="cpu").zero_() for layout in given]
+        made: Sequence[Tensor] = _layer(*zeros, *options, differentiable)
+        if backward:
+            made = _layer_backward(*zeros, *made, *map(torch.zeros_like, made[:3]), *options)
+        return list(map(_layout, made))
+
+
+def _fake(args: Sequence[Any], options: Sequence[Any], differentiable: bool, backward: bool) -> tuple[Tensor, ...]:
+    layouts = _layouts(tuple(map(_layout, args[:_GIVEN_COUNT])), tuple(options), differentiable, backward)
+    return tuple(torch.empty_strided(shape, stride, dtype=dtype, device="cpu") for shape, stride, dtype in layouts)
+
+
+def _layer_fake(*args: Any) -> tuple[Tensor, ...]:
+    return _fake(args, args[_GIVEN_COUNT:-1], args[-1], backward=False)
+
+
+def _layer_backward_fake(*args: Any) -> tuple[Tensor, ...]:
+    return _fake(args, args[_GIVEN_COUNT + 7 :], differentiable=True, backward=True)
+
+
+for _name, _real, _stand_in in (
+    ("lstm_layer", _layer, _layer_fake),
+    ("lstm_layer_backward", _layer_backward, _layer_backward_fake),
+):
+    _library.impl(_name, _real, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    torch.library.register_fake(f"belady::{_name}", _stand_in, lib=_library)
+
+
+class _Layer(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> _Results:
+        with below_autograd():
+            results: _Results = torch.ops.belady.lstm_layer(*args)
+        ctx.options = args[_GIVEN_COUNT:-1]
+        ctx.biases = args[_GIVEN_COUNT + 3]
+        ctx.save_for_backward(*args[:_GIVEN_COUNT], *results)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(results[3])
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor | None, grad_h: Tensor | None, grad_c: Tensor | None, _: Any) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():
+            raise CaptureError(
+                "the gradient of an nn.LSTM is differentiated again (create_graph=True), for which PyTorch takes other formulas; "
+                "use nn.LSTMCell, or train without a plan, in a block of online.budget"
+            )
+        saved = ctx.saved_tensors
+        grads = torch.ops.belady.lstm_layer_backward(*saved, grad_output, grad_h, grad_c, *ctx.options)
+        *weights, b_ih, b_hh, h, c = grads
+        biases = (b_ih, b_hh) if ctx.biases else (None, None)
+        return (*weights, *biases, h, c, *(None for _ in ctx.options), None)
+
+
+def _traced_layer(*args: Any) -> Any:
+    """``aten::mkldnn_rnn_layer``, once autocast has given its tensors their types."""
+    *given, reverse, _, _, hidden, layers, biases, both, first, train = args
+    options = reverse, hidden, layers, biases, both, first, train
+    return _Layer.apply(*given, *options, torch.is_grad_enabled())  # type: ignore[no-untyped-call]
+
+
+def _lstm(
+    onednn: bool,
+    input: Tensor,
+    hx: Sequence[Tensor],
+    params: Sequence[Tensor],
+    has_biases: bool,
+    num_layers: int,
+    dropout: float,
+    train: bool,
+    bidirectional: bool,
+    batch_first: bool,
+) -> Any:
+    """``aten::lstm.input``, by layers where PyTorch runs oneDNN's (``at::native::mkldnn_rnn``)."""
+    h_0, c_0 = hx
+    options = has_biases, num_layers, dropout, train, bidirectional, batch_first
+    if not onednn or not onednn_takes([input, *hx, *params]) or h_0.shape[2] != c_0.shape[2]:
+        return in_parts(aten.lstm.input, input, hx, params, *options)
+    now = (input.transpose(0, 1) if batch_first else input).contiguous()
+    h_0, c_0 = h_0.contiguous(), c_0.contiguous()
+    directions, count = 1 + bidirectional, 2 + 2 * has_biases
+    last: list[tuple[Tensor, Tensor]] = []
+    for layer in range(num_layers):
+        outputs: list[Tensor] = []
+        for reverse in (False, True)[:directions]:
+            index = len(last)
+            w_ih, w_hh, *biases = params[index * count : (index + 1) * count]
+            b_ih, b_hh = biases or map(torch.zeros_like, (w_ih, w_hh))
+            given = now, w_ih, w_hh, b_ih, b_hh, h_0[index], c_0[index]
+            settings = num_layers, has_biases, bidirectional, batch_first, train
+            output, last_h, last_c, _ = aten.mkldnn_rnn_layer.default(*given, reverse, [], _LSTM, h_0.shape[2], *settings)
+            outputs.append(output)
+            last.append((last_h, last_c))
+        now = torch.cat(outputs, -1) if bidirectional else outputs[0]
+        if dropout and train and layer < num_layers - 1:
+            now = torch.dropout(now, dropout, train=True)
+    h, c = (torch.stack(each, 0) for each in zip(*last, strict=True))
+    return now.transpose(0, 1) if batch_first else now, h, c
+
+
+def lstms_traced() -> AbstractContextManager[None]:
+    """Let a trace hold the layers of LSTMs that eager execution runs on the CPU, inside."""
+    lstm = functools.partial(_lstm, onednn_enabled())
+    return differentiated_by({aten.lstm.input: lstm, aten.mkldnn_rnn_layer.default: _traced_layer})
