@@ -219,8 +219,12 @@ def test_packed_sequences_have_the_same_answer(kind: Callable[..., nn.RNNBase], 
     x = torch.randn(3, 5, 8) if batch_first else torch.randn(5, 3, 8)
     step = same_as_plain(model, (x, torch.tensor([5, 4, 1])))
     assert [answer for answer, _ in step.answers] == [(5, 4, 1)]
-    for sort, total in (True, None), (False, 6):
-        same_as_plain(model, (x, torch.tensor([2, 5, 2] if sort else [5, 5, 2]), sort, total))
+
+
+@pytest.mark.parametrize(("sort", "total", "lengths"), [(True, None, [2, 5, 2]), (False, 6, [5, 5, 2]), (True, 5, [3, 4, 4])])
+def test_sequences_are_sorted_and_padded_further(sort: bool, total: int | None, lengths: list[int]) -> None:
+    torch.manual_seed(0)
+    same_as_plain(Model(nn.GRU(8, 7), packed), (torch.randn(5, 3, 8), torch.tensor(lengths), sort, total))
 
 
 def test_lengths_in_a_list_are_the_same_in_each_call() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 
-from graphs.torch_private.names import tree_leaves
+from graphs.torch_private.names import tree_leaves, tree_map_only
 from graphs.torch_private.patching import patched
 
 
@@ -67,15 +67,23 @@ def values_laid_out(lay_out: Callable[[Any, Any, Tensor, Tensor], Tensor | None]
     original: Any = FunctionalTensorMode.__torch_dispatch__
 
     def dispatch(mode: FunctionalTensorMode, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        instead: dict[int, FunctionalTensor] = {}
         for tensor in tree_leaves((args, kwargs)):
             if type(tensor) is FunctionalTensor:
                 value = torch._from_functional_tensor(tensor.elem)
                 if value.layout == torch.strided and value.stride() != tensor.stride():
                     laid_out = lay_out(func, kwargs or {}, tensor, value)
                     if laid_out is not None:
-                        torch._functionalize_replace(tensor.elem, laid_out)
-                        torch._functionalize_commit_update(tensor.elem)
-                        torch._functionalize_sync(tensor.elem)
+                        with mode:
+                            instead[id(tensor)] = FunctionalTensor.to_functional(laid_out)
+        if not instead:
+            return original(mode, func, types, args, kwargs)
+        for argument, given in zip(func._schema.arguments, args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write and id(given) in instead:
+                torch._functionalize_replace(given.elem, torch._from_functional_tensor(instead.pop(id(given)).elem))
+                torch._functionalize_commit_update(given.elem)
+                torch._functionalize_sync(given.elem)
+        args, kwargs = tree_map_only(FunctionalTensor, lambda tensor: instead.get(id(tensor), tensor), (args, kwargs))
         return original(mode, func, types, args, kwargs)
 
     with patched(FunctionalTensorMode, "__torch_dispatch__", dispatch):
