@@ -30,7 +30,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from graphs.as_eager.layouts import _relaid, _smaller, kernels_layouts
 from graphs.capture import Inputs, Loss, Step, bind, capture
 from graphs.errors import BranchChanged, CaptureError, InputError
-from graphs.torch_private.names import FakeTensorMode
+from graphs.torch_private.names import FakeTensorMode, FunctionalTensor
 from online import budget
 from planner.execute import run_step
 from planner.plan import plan
@@ -1793,6 +1793,29 @@ def test_caches_outside_of_a_model_hold_nothing_of_a_refused_trace(mask):
     step = capture(model, x8)
     assert sum(source.kind == "constant" for source in step.sources) == 1
     assert torch.equal(answer_of(step, step.module(*bind(step, x8))).loss, wanted)
+
+
+@functools.lru_cache
+def remembered_box() -> dict[str, Tensor]:
+    return {}
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_a_function_that_forgets_by_itself_is_looked_at(known):
+    def boxed(model, x):
+        remembered_box.cache_clear()
+        box = remembered_box()
+        if model.fills:
+            box["made"] = model.linear(x)
+        return square(model.linear(x))
+
+    model = Lambda(boxed)
+    model.fills = False
+    if known:
+        capture(model, x8)
+    model.fills = True
+    capture(model, x8)
+    assert not any(type(value) is FunctionalTensor for value in remembered_box().values())
 
 
 def test_a_function_that_remembers_again_is_looked_at_again():

@@ -162,6 +162,18 @@ def test_a_derivative_of_a_derivative_is_refused() -> None:
         capture(Model(nn.LSTM(8, 7), penalty), torch.randn(4, 3, 8))
 
 
+def test_layers_under_a_transform_of_torch_func_are_cells() -> None:
+    torch.manual_seed(0)
+
+    def gradients(inner: nn.LSTM, x: Tensor) -> Tensor:
+        weights = {name: p.detach() for name, p in inner.named_parameters()}
+        found = torch.func.grad(lambda w: torch.func.functional_call(inner, w, (x.detach(),))[0].square().mean())(weights)
+        return inner(x)[0].square().mean() + torch.stack([each.square().sum() for each in found.values()]).sum()
+
+    step = capture(Model(nn.LSTM(8, 7), gradients), torch.randn(4, 3, 8))
+    assert sum(op.kind == "belady.lstm_layer" for op in step.graph.ops) == 1
+
+
 @pytest.mark.parametrize("kind", [nn.LSTMCell, nn.GRUCell, nn.RNNCell])
 @pytest.mark.parametrize("hidden", [3, 33, 64])
 def test_cells_have_the_same_answer(kind: Callable[..., nn.RNNCellBase], hidden: int) -> None:
@@ -188,6 +200,25 @@ def test_writes_between_gaps_go_row_by_row(write: str, rows: int) -> None:
         return (written + second.mul_(0.5).sigmoid()).square().mean()
 
     same_as_plain(Model(nn.Linear(8, 46), gates), (torch.randn(rows, 8),))
+
+
+class Averaged(nn.Module):
+    """Writes to all of a buffer that has gaps, then to some rows of it, and reads it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("mean", torch.arange(96.0).view(8, 12)[:, 3:8])
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean.mul_(2)
+        self.mean[1:4].mul_(0.5)
+        return (self.linear(x) * self.mean.sum().sin()).mean()
+
+
+def test_writes_through_views_are_read_too() -> None:
+    torch.manual_seed(0)
+    same_as_plain(Averaged(), (torch.randn(5, 8),))
 
 
 def test_sums_of_what_was_written_between_gaps_are_added_up_in_the_same_order() -> None:

@@ -15,7 +15,14 @@ import torch
 from torch import Tensor
 
 from graphs.errors import CaptureError
-from graphs.torch_private.kernels import below_autograd, differentiated_by, in_parts, onednn_enabled, onednn_takes
+from graphs.torch_private.kernels import (
+    below_autograd,
+    differentiated_by,
+    in_parts,
+    onednn_enabled,
+    onednn_takes,
+    under_transform,
+)
 from graphs.torch_private.names import no_dispatch, without_autocast
 
 aten = torch.ops.aten
@@ -159,7 +166,8 @@ def _lstm(
     """``aten::lstm.input``, by layers where PyTorch runs oneDNN's (``at::native::mkldnn_rnn``)."""
     h_0, c_0 = hx
     options = has_biases, num_layers, dropout, train, bidirectional, batch_first
-    if not onednn or not onednn_takes([input, *hx, *params]) or h_0.shape[2] != c_0.shape[2]:
+    takes = onednn and onednn_takes([input, *hx, *params]) and h_0.shape[2] == c_0.shape[2]
+    if not takes or under_transform():  # functions of autograd are no part of those of torch.func in a trace
         return in_parts(aten.lstm.input, input, hx, params, *options)
     now = (input.transpose(0, 1) if batch_first else input).contiguous()
     h_0, c_0 = h_0.contiguous(), c_0.contiguous()

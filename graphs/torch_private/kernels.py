@@ -72,6 +72,11 @@ def attention_as_eager() -> Iterator[None]:
         yield
 
 
+def under_transform() -> bool:
+    """Whether a transform of torch.func is on, as in ``torch.func.grad``."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def onednn_takes(tensors: Sequence[Tensor]) -> bool:
     """Whether eager execution runs oneDNN's recurrent layers on an input, the first of these, with the others."""
     dtype = tensors[0].dtype

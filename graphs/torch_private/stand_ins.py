@@ -70,6 +70,7 @@ def values_laid_out(lay_out: Callable[[Any, Any, Tensor, Tensor], Tensor | None]
         instead: dict[int, FunctionalTensor] = {}
         for tensor in tree_leaves((args, kwargs)):
             if type(tensor) is FunctionalTensor:
+                torch._functionalize_sync(tensor.elem)  # writes through other views are waiting
                 value = torch._from_functional_tensor(tensor.elem)
                 if value.layout == torch.strided and value.stride() != tensor.stride():
                     laid_out = lay_out(func, kwargs or {}, tensor, value)

@@ -29,7 +29,8 @@ _MANY = 1_000  # entries of one container that are looked into
 _LEVELS = 3  # a function, its dict, an entry, what it returned
 _LIBRARIES = frozenset({"builtins", "collections", "enum", "functools", "numpy", "torch", "types", "typing", "weakref"})
 _Remembering = type(functools.lru_cache(lambda: None))
-_looked_at: MutableMapping[Any, Any] = weakref.WeakKeyDictionary()  # how often each had been asked when nothing traced was left
+# How often functions of libraries had been asked when nothing traced was left in them; others may clear what they remember.
+_looked_at: MutableMapping[Any, Any] = weakref.WeakKeyDictionary()
 
 
 class Caches:
@@ -65,8 +66,8 @@ class Caches:
             self._functions = [one for one in gc.get_objects() if type(one) is _Remembering]
             self._modules = len(sys.modules)
         for function in self._functions:
-            info = function.cache_info()
-            if info == _looked_at.get(function) or not info.currsize:  # nobody has asked it since
+            known_before = _is_library(function.__module__ or "")
+            if known_before and function.cache_info() == _looked_at.get(function):  # nobody has asked it since
                 continue
             held: list[Any] = [function]
             for _ in range(_LEVELS):
@@ -74,7 +75,8 @@ class Caches:
                 if any(map(is_traced, held)):
                     function.cache_clear()
                     break
-            _looked_at[function] = function.cache_info()
+            if known_before:
+                _looked_at[function] = function.cache_info()
 
 
 def _entries(box: Any) -> dict[Any, Any]:
