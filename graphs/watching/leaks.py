@@ -66,8 +66,8 @@ class Caches:
             self._functions = [one for one in gc.get_objects() if type(one) is _Remembering]
             self._modules = len(sys.modules)
         for function in self._functions:
-            known_before = _is_library(function.__module__ or "")
-            if known_before and function.cache_info() == _looked_at.get(function):  # nobody has asked it since
+            of_library = _is_library(function.__module__ or "")
+            if of_library and function.cache_info() == _looked_at.get(function):  # nobody has asked it since
                 continue
             held: list[Any] = [function]
             for _ in range(_LEVELS):
@@ -75,7 +75,7 @@ class Caches:
                 if any(map(is_traced, held)):
                     function.cache_clear()
                     break
-            if known_before:
+            if of_library:
                 _looked_at[function] = function.cache_info()
 
 
