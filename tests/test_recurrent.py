@@ -52,6 +52,7 @@ def same_as_plain(model: nn.Module, inputs: Sequence[Any], budgets: Sequence[flo
                 loss = one(*inputs)
                 loss.backward()
                 answers.append((loss.detach(), [p.grad for p in one.parameters()]))
+            assert all(map(torch.equal, ours.buffers(), plain.buffers()))
             assert torch.equal(answers[0][0], answers[1][0])
             for mine, gradient in zip(answers[0][1], answers[1][1], strict=True):
                 assert gradient is not None and mine is not None and torch.equal(mine, gradient)
@@ -151,6 +152,21 @@ def test_layers_run_again_where_memory_is_short() -> None:
     step = same_as_plain(model, (x,), (0.8, 0.6))
     names = [step.graph.ops[i].kind for i in computes(plan(model, 0.6, inputs=(x,), time_limit_s=3).schedule)]
     assert names.count("belady.lstm_layer") > 4
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_computed_weights_are_computed_as_often(kind: Callable[..., nn.RNNBase]) -> None:
+    """Each is a power iteration, which changes buffers. A copy would begin with fewer, as it refers to the copied weights."""
+
+    def made() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.utils.parametrizations.spectral_norm(kind(8, 7), "weight_hh_l0")
+
+    ours, plain, x = made(), made(), torch.randn(4, 3, 8)
+    planned = plan(ours, 1.0, inputs=x, loss=mean_square, time_limit_s=3).module()
+    for _ in range(3):
+        assert torch.equal(planned(x).detach(), mean_square(plain(x)).detach())
+        assert all(map(torch.equal, ours.buffers(), plain.buffers()))
 
 
 def test_a_derivative_of_a_derivative_is_refused() -> None:

@@ -6,13 +6,13 @@ derivative. That is asked of the kernel itself, once for each shape.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from graphs.errors import CaptureError
 from graphs.torch_private.kernels import (
@@ -24,6 +24,7 @@ from graphs.torch_private.kernels import (
     under_transform,
 )
 from graphs.torch_private.names import no_dispatch, without_autocast
+from graphs.torch_private.patching import patched
 
 aten = torch.ops.aten
 
@@ -191,7 +192,19 @@ def _lstm(
     return now.transpose(0, 1) if batch_first else now, h, c
 
 
-def lstms_traced() -> AbstractContextManager[None]:
-    """Let a trace hold the layers of LSTMs that eager execution runs on the CPU, inside."""
+def _changed(layers: nn.RNNBase) -> bool:
+    """Whether a layer has to list its weights anew: it does in a trace, which has others. What is computed whenever it is asked
+    for, as by a parametrization, is asked for as often as eager execution does: twice, up to the first that is new."""
+    for name in layers._flat_weights_names:
+        if hasattr(layers, name) and getattr(layers, name) is not layers._parameters.get(name):
+            break
+    return True
+
+
+@contextlib.contextmanager
+def recurrent_layers_traced() -> Iterator[None]:
+    """Let a trace hold the layers of LSTMs that eager execution runs on the CPU, and as many computations of weights, inside."""
     lstm = functools.partial(_lstm, onednn_enabled())
-    return differentiated_by({aten.lstm.input: lstm, aten.mkldnn_rnn_layer.default: _traced_layer})
+    layers = differentiated_by({aten.lstm.input: lstm, aten.mkldnn_rnn_layer.default: _traced_layer})
+    with layers, patched(nn.RNNBase, "_weights_have_changed", _changed):
+        yield

@@ -19,7 +19,7 @@ from graphs.as_eager.grouped import grouped_products_traced
 from graphs.as_eager.layouts import kernels_layouts
 from graphs.as_eager.packed import packed_traced
 from graphs.as_eager.products import products_traced
-from graphs.as_eager.recurrent import lstms_traced
+from graphs.as_eager.recurrent import recurrent_layers_traced
 from graphs.as_eager.variances import variances_checked_later
 from graphs.as_eager.written import writes_laid_out
 from graphs.errors import CaptureError
@@ -135,7 +135,7 @@ class _Attempts:
         with contextlib.ExitStack() as stack:
             for each in (
                 ctc_traced(),
-                lstms_traced(),
+                recurrent_layers_traced(),
                 packed_traced(self._sizes_in),
                 grouped_products_traced(),
                 products_traced(),
