@@ -13,15 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphs.rewriting.operators import define_operator
 from graphs.torch_private.stand_ins import calls_replaced
 
-_library = torch.library.Library("belady", "FRAGMENT")  # type: ignore[no-untyped-call]
 _KINDS: dict[Any, str] = {torch.ops.aten.bernoulli_.float: "bernoulli", torch.ops.aten.normal_.default: "normal"}
-_library.define(  # type: ignore[no-untyped-call]
-    "drawn_into(str kind, int[] size, int[] stride, float[] of, *, Generator? generator=None, ScalarType dtype, Device device) "
-    "-> Tensor",
-    tags=(torch.Tag.nondeterministic_seeded,),
-)
 
 
 def drawn_into(
@@ -45,8 +40,13 @@ def _fake(kind: str, size: list[int], stride: list[int], of: list[float], **opti
     return torch.empty_strided(size, stride, dtype=options["dtype"], device=options["device"])
 
 
-_library.impl("drawn_into", drawn_into, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-torch.library.register_fake("belady::drawn_into", _fake, lib=_library)
+define_operator(
+    "drawn_into(str kind, int[] size, int[] stride, float[] of, *, Generator? generator=None, ScalarType dtype, Device device) "
+    "-> Tensor",
+    drawn_into,
+    _fake,
+    tags=(torch.Tag.nondeterministic_seeded,),
+)
 
 
 @contextlib.contextmanager

@@ -10,13 +10,11 @@ import torch
 from torch import Tensor
 
 from graphs.errors import CaptureError
+from graphs.rewriting.operators import define_operator
 from graphs.torch_private.kernels import below_autograd, differentiated_by, with_autograd
 from graphs.torch_private.tensors import storage_key
 
 aten = torch.ops.aten
-_library = torch.library.Library("belady", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define("prod_backward(Tensor grad, Tensor input, int? dim, bool keepdim, ScalarType? dtype) -> Tensor")  # type: ignore[no-untyped-call]
-_library.define("cumprod_backward(Tensor grad, Tensor input, int dim, ScalarType? dtype) -> Tensor")  # type: ignore[no-untyped-call]
 
 
 def _prod(input: Tensor, dim: int | None, keepdim: bool, dtype: torch.dtype | None) -> Tensor:
@@ -66,12 +64,16 @@ def _backward(product: Callable[..., Tensor], fake: Callable[..., Tensor], grad:
     return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=made.device).copy_(made)
 
 
-for _name, _real, _fake in (
-    ("prod_backward", _prod_backward, _prod_backward_fake),
-    ("cumprod_backward", _cumprod_backward, _cumprod_backward_fake),
-):
-    _library.impl(_name, _real, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-    torch.library.register_fake(f"belady::{_name}", _fake, lib=_library)
+define_operator(
+    "prod_backward(Tensor grad, Tensor input, int? dim, bool keepdim, ScalarType? dtype) -> Tensor",
+    _prod_backward,
+    _prod_backward_fake,
+)
+define_operator(
+    "cumprod_backward(Tensor grad, Tensor input, int dim, ScalarType? dtype) -> Tensor",
+    _cumprod_backward,
+    _cumprod_backward_fake,
+)
 
 
 class _Product(torch.autograd.Function):

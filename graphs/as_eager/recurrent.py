@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from graphs.errors import CaptureError
+from graphs.rewriting.operators import define_operator
 from graphs.torch_private.kernels import (
     below_autograd,
     differentiated_by,
@@ -28,16 +29,8 @@ from graphs.torch_private.patching import patched
 
 aten = torch.ops.aten
 
-_library = torch.library.Library("belady", "FRAGMENT")  # type: ignore[no-untyped-call]
 _OPTIONS = "bool reverse, int hidden_size, int num_layers, bool has_biases, bool bidirectional, bool batch_first, bool train"
 _GIVEN = "Tensor input, Tensor w_ih, Tensor w_hh, Tensor b_ih, Tensor b_hh, Tensor h, Tensor c"
-_library.define(  # type: ignore[no-untyped-call]
-    f"lstm_layer({_GIVEN}, {_OPTIONS}, bool differentiable) -> (Tensor, Tensor, Tensor, Tensor)"
-)
-_library.define(  # type: ignore[no-untyped-call]
-    f"lstm_layer_backward({_GIVEN}, Tensor output, Tensor last_h, Tensor last_c, Tensor workspace, Tensor? grad_output, "
-    f"Tensor? grad_h, Tensor? grad_c, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
-)
 _LSTM = 2  # ideep::rnn_kind::LSTM
 _GIVEN_COUNT = 7  # tensors that a layer gets
 
@@ -111,12 +104,17 @@ def _layer_backward_fake(*args: Any) -> tuple[Tensor, ...]:
     return _fake(args, args[_GIVEN_COUNT + 7 :], differentiable=True, backward=True)
 
 
-for _name, _real, _stand_in in (
-    ("lstm_layer", _layer, _layer_fake),
-    ("lstm_layer_backward", _layer_backward, _layer_backward_fake),
-):
-    _library.impl(_name, _real, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-    torch.library.register_fake(f"belady::{_name}", _stand_in, lib=_library)
+define_operator(
+    f"lstm_layer({_GIVEN}, {_OPTIONS}, bool differentiable) -> (Tensor, Tensor, Tensor, Tensor)",
+    _layer,
+    _layer_fake,
+)
+define_operator(
+    f"lstm_layer_backward({_GIVEN}, Tensor output, Tensor last_h, Tensor last_c, Tensor workspace, Tensor? grad_output, "
+    f"Tensor? grad_h, Tensor? grad_c, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _layer_backward,
+    _layer_backward_fake,
+)
 
 
 class _Layer(torch.autograd.Function):

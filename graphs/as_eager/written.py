@@ -15,12 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphs.rewriting.operators import define_operator
 from graphs.torch_private.stand_ins import values_laid_out
 
 aten = torch.ops.aten
-
-_library = torch.library.Library("belady", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define("laid_out(Tensor source, int[] stride) -> Tensor")  # type: ignore[no-untyped-call]
 
 
 def laid_out(source: Tensor, stride: list[int]) -> Tensor:
@@ -32,8 +30,7 @@ def _fake(source: Tensor, stride: list[int]) -> Tensor:
     return torch.empty_strided(source.shape, stride, dtype=source.dtype, device=source.device)
 
 
-_library.impl("laid_out", laid_out, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-torch.library.register_fake("belady::laid_out", _fake, lib=_library)
+define_operator("laid_out(Tensor source, int[] stride) -> Tensor", laid_out, _fake)
 
 # Each number is rounded once, or is only moved, whatever the layout is.
 _ALIKE = {

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from graphs.rewriting.nodes import attribute, is_effect, is_random, outputs_of, tensors_of
+from graphs.rewriting.operators import define_operator
 from graphs.torch_private.kernels import takes_cudnn_batch_norm
 from graphs.torch_private.names import OpOverload
 from graphs.torch_private.tensors import storage_bytes, storage_key
@@ -143,11 +144,6 @@ def choose_batch_norm(graph: fx.Graph) -> None:
 
 # Dropout draws its mask in place, into memory laid out like its input. The functional operator draws into contiguous memory,
 # where the same generator gives another mask. This operator is the draw as eager does it, in one piece and with no input.
-_library = torch.library.Library("belady", "DEF")  # type: ignore[no-untyped-call]
-_library.define(  # type: ignore[no-untyped-call]
-    "bernoulli(int[] size, int[] stride, float p, float divisor, *, ScalarType dtype, Device device) -> Tensor",
-    tags=(torch.Tag.nondeterministic_seeded,),
-)
 
 
 def bernoulli(
@@ -164,8 +160,12 @@ def _bernoulli_fake(
     return torch.empty_strided(size, stride, dtype=dtype, device=device)
 
 
-_library.impl("bernoulli", bernoulli, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-torch.library.register_fake("belady::bernoulli", _bernoulli_fake, lib=_library)
+define_operator(
+    "bernoulli(int[] size, int[] stride, float p, float divisor, *, ScalarType dtype, Device device) -> Tensor",
+    bernoulli,
+    _bernoulli_fake,
+    tags=(torch.Tag.nondeterministic_seeded,),
+)
 
 
 def fuse_bernoulli(graph: fx.Graph) -> None:

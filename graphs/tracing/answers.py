@@ -13,15 +13,13 @@ from torch import Tensor, fx
 from torch.utils.weak import WeakIdKeyDictionary
 
 from graphs.errors import BranchChanged
+from graphs.rewriting.operators import define_operator
 from graphs.torch_private.names import no_dispatch
 from graphs.tracing.checks import passes_with
 from graphs.tracing.constants import Constants, KnownFor
 from graphs.tracing.refusals import innermost, place_among
 
 aten = torch.ops.aten
-
-_library = torch.library.Library("belady", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define("answered(Tensor asked, int[] answer, str place, bool by_example) -> ()")  # type: ignore[no-untyped-call]
 
 
 def _check(asked: Tensor, answer: list[int], place: str, by_example: bool) -> None:
@@ -35,8 +33,7 @@ def _check_fake(asked: Tensor, answer: list[int], place: str, by_example: bool) 
     """Nothing is made."""
 
 
-_library.impl("answered", _check, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-torch.library.register_fake("belady::answered", _check_fake, lib=_library)
+define_operator("answered(Tensor asked, int[] answer, str place, bool by_example) -> ()", _check, _check_fake)
 fx.has_side_effect(torch.ops.belady.answered.default)
 
 # Questions of numbers, with the answer where they are finite.
