@@ -153,7 +153,7 @@ def _recurrent_backward(*args: Any, **_: Any) -> int:
     return 2 * _recurrent(*args)
 
 
-_RECURRENT = "aten._cudnn_rnn", "aten.mkldnn_rnn_layer", "belady.lstm_layer"
+_RECURRENT = "aten._cudnn_rnn", "aten.mkldnn_rnn_layer", "belady.lstm_layer", "belady.cudnn_rnn"
 
 # torch has formulas for most kinds of attention, but not in every release: grouped queries and the kernel of the CPU came later.
 _OWN_FORMULAS: Mapping[str, Callable[..., int]] = {

@@ -14,14 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphs.as_eager import cudnn_recurrent
 from graphs.torch_private.kernels import below_autograd, differentiated_by, in_parts
 from graphs.torch_private.names import DynamicOutputShapeException, no_dispatch
 
 aten = torch.ops.aten
 
 SizesIn = Callable[[Tensor], Tensor | None]
-
-_RECURRENT = (aten.lstm.data, aten.gru.data, aten.rnn_tanh.data, aten.rnn_relu.data)
 
 
 class _Pack(torch.autograd.Function):
@@ -88,8 +87,16 @@ def _padded(
     return padded.transpose(0, 1) if batch_first else padded, aten.lift_fresh.default(lengths)
 
 
-def _recurrent(operator: Any, sizes_in: SizesIn, data: Tensor, batch_sizes: Tensor, *args: Any) -> Any:
-    return in_parts(operator, data, _known(sizes_in, batch_sizes), *args)
+def _recurrent(name: str, sizes_in: SizesIn, data: Tensor, batch_sizes: Tensor, *args: Any) -> Any:
+    """``aten::NAME.data``."""
+    known = _known(sizes_in, batch_sizes)
+    if cudnn_recurrent.computes_in(data) is not None:
+        with no_dispatch():
+            sizes = known.tolist()
+        hx, params, has_biases, num_layers, dropout, train, bidirectional = args
+        options = has_biases, num_layers, dropout, train, bidirectional, False
+        return cudnn_recurrent.recurrent(name, data, hx, params, *options, sizes)
+    return in_parts(getattr(aten, name).data, data, known, *args)
 
 
 def _known(sizes_in: SizesIn, sizes: Tensor) -> Tensor:
@@ -106,6 +113,6 @@ def packed_traced(sizes_in: SizesIn) -> AbstractContextManager[None]:
         {
             aten._pack_padded_sequence.default: functools.partial(_packed, sizes_in),
             aten._pad_packed_sequence.default: functools.partial(_padded, sizes_in),
-            **{each: functools.partial(_recurrent, each, sizes_in) for each in _RECURRENT},
+            **{getattr(aten, name).data: functools.partial(_recurrent, name, sizes_in) for name in cudnn_recurrent.MODES},
         }
     )

@@ -1,4 +1,4 @@
-"""Layers of LSTMs on the CPU are traced as oneDNN's kernel, which eager execution runs. [torch]
+"""Recurrent layers are traced as the kernels that eager execution runs: layers of LSTMs on the CPU as oneDNN's. [torch]
 
 PyTorch does not take it for tensors without data, and what stands in for it does not know the memory that it keeps for the
 derivative. That is asked of the kernel itself, once for each shape.
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from graphs.as_eager import cudnn_recurrent
 from graphs.errors import CaptureError
 from graphs.rewriting.operators import define_operator
 from graphs.torch_private.kernels import (
@@ -165,6 +166,8 @@ def _lstm(
     """``aten::lstm.input``, by layers where PyTorch runs oneDNN's (``at::native::mkldnn_rnn``)."""
     h_0, c_0 = hx
     options = has_biases, num_layers, dropout, train, bidirectional, batch_first
+    if cudnn_recurrent.computes_in(input) is not None:
+        return cudnn_recurrent.recurrent("lstm", input, hx, params, *options)
     takes = onednn and onednn_takes([input, *hx, *params]) and h_0.shape[2] == c_0.shape[2]
     if not takes or under_transform():  # functions of autograd are no part of those of torch.func in a trace
         return in_parts(aten.lstm.input, input, hx, params, *options)
@@ -190,6 +193,13 @@ def _lstm(
     return now.transpose(0, 1) if batch_first else now, h, c
 
 
+def _other(name: str, input: Tensor, *args: Any) -> Any:
+    """``aten::NAME.input``, but for LSTMs."""
+    if cudnn_recurrent.computes_in(input) is not None:
+        return cudnn_recurrent.recurrent(name, input, *args)
+    return in_parts(getattr(aten, name).input, input, *args)
+
+
 def _changed(layers: nn.RNNBase) -> bool:
     """Whether a layer has to list its weights anew: it does in a trace, which has others. What is computed whenever it is asked
     for, as by a parametrization, is asked for as often as eager execution does: twice, up to the first that is new."""
@@ -201,8 +211,13 @@ def _changed(layers: nn.RNNBase) -> bool:
 
 @contextlib.contextmanager
 def recurrent_layers_traced() -> Iterator[None]:
-    """Let a trace hold the layers of LSTMs that eager execution runs on the CPU, and as many computations of weights, inside."""
-    lstm = functools.partial(_lstm, onednn_enabled())
-    layers = differentiated_by({aten.lstm.input: lstm, aten.mkldnn_rnn_layer.default: _traced_layer})
-    with layers, patched(nn.RNNBase, "_weights_have_changed", _changed):
+    """Let a trace hold the recurrent layers that eager execution runs, and as many computations of weights, inside."""
+    functions: dict[Any, Any] = {getattr(aten, name).input: functools.partial(_other, name) for name in cudnn_recurrent.MODES}
+    functions[aten.lstm.input] = functools.partial(_lstm, onednn_enabled())
+    functions[aten.mkldnn_rnn_layer.default] = _traced_layer
+    with (
+        differentiated_by(functions),
+        patched(nn.RNNBase, "_weights_have_changed", _changed),
+        patched(nn.RNNBase, "flatten_parameters", lambda layers: None),  # stand-ins lie nowhere
+    ):
         yield
