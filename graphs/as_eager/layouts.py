@@ -207,10 +207,14 @@ def _as_eager(func: Any, args: Any, kwargs: Any) -> Any:
         if training and takes_cudnn_batch_norm(data, weight, bias, mean, var, eps):
             results = aten._batch_norm_with_update_functional.default(data, weight, bias, mean, var, momentum, eps)
             return (*results[:3], *results[4:])
+    if func is aten._native_batch_norm_legit.no_stats:
+        data, weight, bias, training, momentum, eps = args
+        if training and takes_cudnn_batch_norm(data, weight, bias, weight, weight, eps):
+            return aten.cudnn_batch_norm.default(data, weight, bias, None, None, True, momentum, eps)[:3]
     if func is aten.native_batch_norm_backward.default:
         gradient, data, weight, mean, var, *saved, training, eps, mask = args
-        if training and mean is not None and takes_cudnn_batch_norm(data, weight, weight, mean, var, eps):
-            reserve = aten._batch_norm_with_update_functional.default(data, weight, weight, mean, var, 0.1, eps)[3]
+        if training and takes_cudnn_batch_norm(data, weight, weight, weight, weight, eps):
+            reserve = aten._batch_norm_with_update_functional.default(data, weight, weight, weight, weight, 0.1, eps)[3]
             return aten.batch_norm_backward.default(gradient, data, weight, mean, var, *saved, True, eps, mask, reserve)
     return func(*args, **kwargs)
 

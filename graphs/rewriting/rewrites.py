@@ -105,22 +105,23 @@ def drop_unread_statistics(graph: fx.Graph) -> None:
 
 def choose_batch_norm(graph: fx.Graph) -> None:
     """Let batch norm in training take cuDNN's kernels where eager execution does. The tracer puts PyTorch's own in their place,
-    which round otherwise.
-
-    Without running statistics there is no such functional operator; PyTorch's own kernels stay.
-    """
+    which round otherwise."""
+    with_statistics, without = aten._native_batch_norm_legit_functional.default, aten._native_batch_norm_legit.no_stats
     reserves: dict[int, fx.Node] = {}  # by storage of the mean that was saved: what the forward hands to the backward beside it
-    for node in graph.find_nodes(op="call_function", target=aten._native_batch_norm_legit_functional.default):
-        data, weight, bias, mean, var, training, momentum, eps = node.args
-        given: list[Any] = [a.meta["val"] if isinstance(a, fx.Node) else a for a in (data, weight, bias, mean, var, eps)]
-        if not training or not takes_cudnn_batch_norm(*given):
+    for node in [each for target in (with_statistics, without) for each in graph.find_nodes(op="call_function", target=target)]:
+        data, weight, bias, *statistics, training, momentum, eps = node.args
+        given: list[Any] = [a.meta["val"] if isinstance(a, fx.Node) else a for a in node.args[:3]]
+        mean, var = [node.meta["val"] for node in cast(Any, statistics)] or (given[1], given[1])
+        if not training or not takes_cudnn_batch_norm(given[0], given[1], given[2], mean, var, cast(float, eps)):
             continue
         old = node.meta["val"]
+        functional = aten._batch_norm_with_update_functional.default
         with graph.inserting_after(node):
-            call = graph.call_function(
-                aten._batch_norm_with_update_functional.default, (data, weight, bias, mean, var, momentum, eps)
-            )
-        reserve = _value(call.target, call.args, {})[3]
+            if statistics:
+                call = graph.call_function(functional, (data, weight, bias, *statistics, momentum, eps))
+            else:
+                call = graph.call_function(aten.cudnn_batch_norm.default, (data, weight, bias, None, None, True, momentum, eps))
+        reserve = _value(functional, (data, weight, bias, *(statistics or (weight, weight)), momentum, eps), {})[3]
         call.meta = {**node.meta, "val": (*old[:3], reserve, *old[3:])}
         with graph.inserting_after(call):
             item = reserves[storage_key(old[1])] = graph.call_function(operator.getitem, (call, 3))
