@@ -249,10 +249,10 @@ def _arguments(node: fx.Node, device: torch.device) -> tuple[tuple[Any, ...], di
     """Real tensors in the place of the fake ones, which share storages where those do.
 
     Numbers are drawn from [0.1, 1), which every operator can take (roots, logarithms, probabilities); integers are 0, or drawn
-    where they are indices and their range is known.
+    where they are indices and their range is known; pivots exchange no rows.
     """
     generators: dict[torch.device, torch.Generator] = {}
-    limit, on_host = _index_limit(node), _on_host(node)
+    limit, on_host, pivots = _index_limit(node), _on_host(node), node.target in _READ_PIVOTS
     storages: dict[int, torch.UntypedStorage] = {}
 
     def real(fake: Tensor, where: torch.device) -> Tensor:
@@ -264,7 +264,10 @@ def _arguments(node: fx.Node, device: torch.device) -> tuple[tuple[Any, ...], di
             content = torch.empty(size, dtype=fake.dtype, device=where)
             storages[key] = _filled(content, generators[where], limit).untyped_storage()
         empty = torch.empty(0, dtype=fake.dtype, device=where)
-        return empty.set_(storages[key], int(fake.storage_offset()), fake.shape, fake.stride())
+        tensor = empty.set_(storages[key], int(fake.storage_offset()), fake.shape, fake.stride())
+        if pivots and tensor.dtype == torch.int32:  # counted from 1: kernels write past the matrix where one is 0
+            tensor.copy_(torch.arange(1, tensor.shape[-1] + 1, device=where))
+        return tensor
 
     def value(argument: fx.Node) -> Any:
         if argument.op == "get_attr":  # subgraph of a higher-order operator
@@ -301,6 +304,11 @@ def _index_limit(node: fx.Node) -> int:
     if name in ("index", "index_put", "index_select", "gather", "scatter", "scatter_add", "index_add"):
         return max(1, int(min(args[0].meta["val"].shape, default=1)))  # valid whichever dimension is indexed
     return 1
+
+
+_READ_PIVOTS = frozenset(
+    {torch.ops.aten.linalg_lu_solve.default, torch.ops.aten.lu_unpack.default, torch.ops.aten.linalg_ldl_solve.default}
+)
 
 
 def _on_host(node: fx.Node) -> list[fx.Node]:
