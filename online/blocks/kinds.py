@@ -57,8 +57,8 @@ class Kind:
         if packet in _BATCH_NORMS:  # most schemas do not say that running statistics are written
             self.scratch = running_statistics(func)
             writes = [at for at in writes if at not in self.scratch]
-        elif packet in _RNN_BACKWARDS:  # nor that cuDNN works in what it was handed by the forward
-            writes.append([argument.name for argument in schema.arguments].index("reserve"))
+        elif packet in _WRITTEN_BY_RNNS:
+            writes.append([argument.name for argument in schema.arguments].index(_WRITTEN_BY_RNNS[packet]))
         elif func.namespace == "c10d":  # nor that what other processes send is written to what is given
             given = [(at, a.name) for at, a in enumerate(schema.arguments) if "Tensor" in str(a.type)]
             writes = [at for at, name in given if not name.startswith("input")]
@@ -102,7 +102,12 @@ _BLANK = frozenset(
     f"aten::{name}" for name in ("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided")
 )
 _COLLECTIVES = frozenset({"c10d", "_c10d_functional", "_dtensor", "symm_mem"})  # namespaces of operators of several processes
-_RNN_BACKWARDS = frozenset({"aten::_cudnn_rnn_backward", "aten::miopen_rnn_backward"})
+# What schemas do not say: cuDNN draws from a state of its own, and its backward works in what it was handed by the forward.
+_WRITTEN_BY_RNNS = {
+    f"aten::{library}_rnn{which}": written
+    for library in ("_cudnn", "miopen")
+    for which, written in (("", "dropout_state"), ("_backward", "reserve"))
+}
 _kinds: dict[int, Kind] = {}  # by id: operators hash slowly
 
 
