@@ -442,6 +442,15 @@ def ctc_case(
     return lambda_case(forward, x, targets, input_lengths, target_lengths, autocast=autocast)
 
 
+def layers_dropped_always_or_never(m: Lambda, x: Tensor) -> Tensor:
+    """Any draw from [0, 1) compares alike with these numbers."""
+    for low, high in ((0.0, 1.0), (-0.5, 3), (0, 1)):
+        if torch.rand([]) < low or torch.rand(1).squeeze(0) >= high or not torch.rand(()) <= high or not torch.rand(2)[1] > -1:
+            return x.sum()
+        x = m.linear(x)
+    return square(x)
+
+
 large: Tensor = torch.linspace(-1, 1, 1 << 21).view(-1, 8)
 x8 = torch.arange(32.0).reshape(4, 8) / 16 - 1
 CASES: dict[str, Callable[[], Case]] = {
@@ -471,6 +480,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "experts": lambda: lambda_case(experts, x8),
     "cast to what it is": lambda: lambda_case(cast_to_what_it_is, x8),
     "constants": lambda: lambda_case(lambda m, x: square(m.linear(x) * m.plain + torch.tensor([1.0, 2.0] * 4)), x8),
+    "layers dropped always or never": lambda: lambda_case(layers_dropped_always_or_never, x8),
     "unread draw": lambda: lambda_case(lambda m, x: (torch.rand(5), square(F.dropout(m.linear(x), 0.3)))[1], x8),
     "draws of many kinds": lambda: lambda_case(
         lambda m, x: square(m.linear(x) + torch.randn_like(x) + torch.randperm(8) + torch.empty(8).uniform_()), x8
@@ -1450,6 +1460,18 @@ REFUSED: dict[str, tuple[Callable[[], Step], str]] = {
     "padding left out": (lambda: capture(PaddedEncoder(nested=True), torch.randn(2, 5, 8)), "only what is not padded"),
     "places of a split in a tensor": (
         lambda: capture(Lambda(lambda m, x: sum(map(square, m.linear(x).tensor_split(torch.tensor([2, 5]), dim=1)))), x8),
+        "branches on data",
+    ),
+    "layers dropped at random": (
+        lambda: capture(Lambda(lambda m, x: square(m.linear(x) if torch.rand([]) < 0.5 else x)), x8),
+        "branches on data",
+    ),
+    "a draw that was written to": (
+        lambda: capture(Lambda(lambda m, x: square(m.linear(x) if torch.rand([]).mul_(2) < 1 else x)), x8),
+        "branches on data",
+    ),
+    "a draw that was written to elsewhere": (
+        lambda: capture(Lambda(lambda m, x: square(m.linear(x) if (d := torch.rand([]), d.view(1).add_(1))[0] < 1 else x)), x8),
         "branches on data",
     ),
     "no module": (lambda: capture(square, x8), "expected a torch.nn.Module, not a function"),

@@ -24,6 +24,14 @@ from graphs.watching.calls import written
 aten = torch.ops.aten
 # istft compares what its window sums up to.
 _ASKS = {aten._local_scalar_dense.default, aten.equal.default, aten.allclose.default}
+_FROM_ZERO_TO_ONE = {aten.rand, aten.rand_like}  # draws from [0, 1)
+# Of a draw with a number: what it gives where the number is less than any draw, and where it is greater.
+_COMPARISONS = {
+    aten.lt.Scalar: (False, True),
+    aten.le.Scalar: (False, True),
+    aten.gt.Scalar: (True, False),
+    aten.ge.Scalar: (True, False),
+}
 _INDEX = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_, aten._unsafe_index, aten._unsafe_index_put}
 
 
@@ -46,6 +54,7 @@ class Constants(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._real: MutableMapping[Tensor, Tensor] = WeakIdKeyDictionary()
+        self._drawn: MutableMapping[Tensor, None] = WeakIdKeyDictionary()  # from [0, 1), and nothing was written to since
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -69,6 +78,7 @@ class Constants(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 raise
             return sized
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        self._note_draws(func, read, made)
         found = self._contents(func, args, kwargs, read, made, known=known)
         if found is None:
             self._forget(read if _may_alias(func) else written(func, args, kwargs))
@@ -87,10 +97,34 @@ class Constants(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, args: Any, kwargs: Any, read: Sequence[Tensor], made: Sequence[Tensor], *, known: bool
     ) -> tuple[list[Tensor], KnownFor] | None:
         """What is in the tensors that a call made, and for which calls; None where that is not known."""
+        compared = self._compared(func, args)
+        if compared is not None and made[0].numel() <= self.LIMIT:
+            with no_dispatch():
+                return [torch.full(made[0].shape, compared, device=made[0].device)], KnownFor.EVERY_CALL
         if not known or any(tensor.numel() > self.LIMIT for tensor in made):
             return None
         known_for = self._known_for(read)  # before it is written to
         return [leaf for leaf in tree_leaves(self._really(func, args, kwargs)) if isinstance(leaf, Tensor)], known_for
+
+    def _note_draws(self, func: Any, read: Sequence[Tensor], made: Sequence[Tensor]) -> None:
+        plain = isinstance(func, OpOverload) and func.namespace == "aten" and not func._schema.is_mutable
+        drawn = getattr(func, "overloadpacket", None) in _FROM_ZERO_TO_ONE
+        if drawn or (plain and func.is_view and read[0] in self._drawn):  # detach is one
+            for tensor in made:
+                self._drawn[tensor] = None
+        elif self._drawn and not plain:
+            self._drawn.clear()
+
+    def _compared(self, func: Any, args: Sequence[Any]) -> bool | None:
+        """What a draw from [0, 1) gives, compared with a number that it cannot reach, as layers are dropped with probability 0;
+        None of other calls."""
+        if func not in _COMPARISONS or args[0] not in self._drawn:
+            return None
+        _, number = args
+        below, above = _COMPARISONS[func]
+        if number < 0 or (number == 0 and func in (aten.lt.Scalar, aten.ge.Scalar)):
+            return below
+        return above if number >= 1 else None
 
     def _known_for(self, tensors: Iterable[Tensor]) -> KnownFor:
         """For which calls that is what is in these tensors."""
