@@ -193,6 +193,26 @@ def test_a_failed_backward_takes_buffers_and_draws_back() -> None:
     assert torch.equal(generator, torch.get_rng_state())
 
 
+@pytest.mark.parametrize("waiting", [False, True])
+def test_a_call_that_is_refused_changes_nothing(waiting: bool) -> None:
+    """What was edited is looked for beside the device, when buffers are written; a step that waits for its backward keeps it."""
+    module, _ = graphed(Net())
+    x, y = next(batches(1))
+    module(x, y).backward()
+    loss = module(x, y) if waiting else None
+    before, generator = state(module), torch.get_rng_state()
+    module.step.model.norms[1].momentum = 0.5
+    with pytest.raises(InputError, match="momentum"):
+        module(x, y)
+    assert_same(before, state(module))
+    assert torch.equal(generator, torch.get_rng_state())
+    module.step.model.norms[1].momentum = 0.1
+    if loss is not None:
+        loss.backward()
+    module(x, y).backward()
+    assert not torch.equal(module.step.model.norms[1].running_mean, before["norms.1.running_mean"])
+
+
 def test_captures_again_only_where_memory_moved() -> None:
     module, recorder = graphed(Net())
     x, y = next(batches(1))

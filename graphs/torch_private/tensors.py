@@ -53,6 +53,14 @@ class SameTensors:
         return self._guards is not None and bool(self._guards.check(*tensors))
 
 
+def in_place(tensors: list[Tensor], addresses: list[int], which: list[int]) -> bool:
+    """Whether these of the tensors lie at these of the addresses."""
+    quick = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)  # only where PyTorch was built for CUDA
+    if quick is not None:
+        return bool(quick(tensors, addresses, which))
+    return all(tensors[i].data_ptr() == addresses[i] for i in which)
+
+
 def copy_all(targets: Sequence[Tensor], contents: Sequence[Tensor]) -> None:
     """``target.copy_(content)`` for each pair; none may overlap another.
 

@@ -98,15 +98,22 @@ class Binding:
                 self._written.append((i, value))
             elif source.kind in ("buffer", "input", "constant"):
                 self._beside.append((i, value))
-        self._like_before = SameTensors()  # what was bound last and found right
+        self._like_before = SameTensors()  # what was bound last and found right, the tangent aside
+        self._tangent = next((i for i, source in enumerate(sources) if source.kind == "tangent"), None)
 
     def of(self, leaves: Sequence[Any], tangent: Tensor | None, *, detached: bool) -> list[Tensor]:
         """The tensors for inputs with these leaves, in the order of the placeholders: see ``graphs.capture.bind``."""
-        bound = self._found(leaves, tangent)
+        bound = self._found(leaves)
+        if self._tangent is not None:
+            want = self._wanted[self._tangent]
+            ones = torch.ones(want.shape, dtype=want.dtype, device=want.device) if tangent is None else tangent
+            bound[self._tangent] = ones
         # Most calls are like the one before, which one quick look tells; one by one they are only looked at to say what differs.
-        if not self._like_before.match(bound):
+        if not self._like_before.match(self._without_tangent(bound)):
             self._check_one_by_one(bound)
-            self._like_before.remember(bound)
+            self._like_before.remember(self._without_tangent(bound))
+        elif self._tangent is not None:
+            self._wanted[self._tangent].check("tangent", bound[self._tangent])
         self._check_together(bound)
         self.check_apart(bound)
         if detached:
@@ -114,9 +121,10 @@ class Binding:
         return bound
 
     def again(self, leaves: Sequence[Any]) -> list[Tensor] | None:
-        """The same, not detached, where all is like in a call before; else None. ``check_apart`` has to follow."""
-        bound = self._found(leaves, None)
-        if not self._like_before.match(bound):
+        """The same, not detached and without a tangent, where all is like in a call before; else None. ``check_apart`` has to
+        follow."""
+        bound = self._found(leaves)
+        if not self._like_before.match(self._without_tangent(bound)):
             return None
         try:
             self._check_together(bound)
@@ -124,18 +132,17 @@ class Binding:
             return None
         return bound
 
-    def _found(self, leaves: Sequence[Any], tangent: Tensor | None) -> list[Any]:
+    def _without_tangent(self, bound: list[Any]) -> list[Any]:
+        at = self._tangent
+        return bound if at is None else bound[:at] + bound[at + 1 :]
+
+    def _found(self, leaves: Sequence[Any]) -> list[Any]:
         bound: list[Any] = [None if place is None else place[0].get(place[1]) for place in self._places]
         for i, source in self._given:
             if source.kind == "input":
                 bound[i] = leaves[source.index]
             elif source.kind == "constant":
                 bound[i] = self._constants[source.name]
-            elif tangent is None:
-                want = self._wanted[i]
-                bound[i] = torch.ones(want.shape, dtype=want.dtype, device=want.device)
-            else:
-                bound[i] = tangent
         return bound
 
     def _check_together(self, bound: list[Tensor]) -> None:
@@ -186,9 +193,9 @@ class Binding:
                 raise InputError(f"{source.name} requires a gradient, but inputs get none; give it detached")
             want.check(source.name or source.kind, tensor)
 
-    def _check_tangents(self, bound: list[Tensor]) -> None:
+    def _check_tangents(self, bound: list[Any]) -> None:
         for source, tensor in zip(self._sources, bound, strict=True):
-            if forward_ad.unpack_dual(tensor).tangent is not None:  # type: ignore[no-untyped-call]
+            if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:  # type: ignore[no-untyped-call]
                 raise InputError(
                     f"{source.name or source.kind} has a tangent (torch.autograd.forward_ad), which a captured step would drop; "
                     f"call the model itself for forward-mode derivatives"

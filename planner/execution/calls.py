@@ -8,8 +8,7 @@ code uses the latter wherever a trial shows that they end in the very same opera
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -19,44 +18,6 @@ from graphs.torch_private.names import OpOverload, TorchDispatchMode, tree_leave
 from graphs.torch_private.stand_ins import quiet_stand_ins
 
 aten = torch.ops.aten
-# Batch norms that make new running statistics: which output is the first of these, and the call that makes those before alone.
-_WITHOUT_STATISTICS: dict[Any, tuple[int, Callable[..., tuple[Any, tuple[Any, ...]]]]] = {
-    aten._native_batch_norm_legit_functional.default: (
-        3,
-        lambda data, weight, bias, mean, var, training, momentum, eps: (
-            aten._native_batch_norm_legit.no_stats,
-            (data, weight, bias, training, momentum, eps),
-        ),
-    ),
-    aten._batch_norm_with_update_functional.default: (  # in a graph only where it takes cuDNN's kernel
-        4,
-        lambda data, weight, bias, mean, var, momentum, eps: (
-            aten.cudnn_batch_norm.default,
-            (data, weight, bias, None, None, True, momentum, eps),
-        ),
-    ),
-}
-
-
-def without_statistics(call: fx.Node) -> tuple[Any, tuple[Any, ...], int] | None:
-    """A batch norm that makes what is read of another one, ``call``, but no new running statistics: target, arguments and number
-    of outputs; None where ``call`` is none, or where statistics are among what is read.
-
-    It is the same kernel, without copies of the old statistics for it to write to. Most runs again are for the output alone.
-    """
-    if call.target not in _WITHOUT_STATISTICS:
-        return None
-    first, other = _WITHOUT_STATISTICS[call.target]
-    args, read = call.args, [cast(int, user.args[1]) for user in call.users]
-    if not read or max(read) >= first or args[5] is False:  # in evaluation it reads the old ones
-        return None
-    given: list[Any] = [argument.meta["val"] if isinstance(argument, fx.Node) else None for argument in args[:5]]
-    data, weight, bias, *statistics = given
-    # What type it computes in, and in which layout, the kernel decides by all that it is given.
-    mixed = (weight is None or bias is None) and any(each.dtype != data.dtype for each in statistics)
-    return None if mixed or not all(each.is_contiguous() for each in statistics) else (*other(*args), first)
-
-
 _known: dict[tuple[Any, ...], tuple[str, Any]] = {}
 
 

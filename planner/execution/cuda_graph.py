@@ -18,6 +18,7 @@ from torch import Tensor
 from graphs.capture import Step
 from graphs.errors import InputError
 from graphs.torch_private.running import end_failed_capture
+from graphs.torch_private.tensors import in_place
 from planner.execute import Kept, PlannedModule, as_captured, unit_tangent
 from planner.execution.draws import repeats_by
 from planner.execution.graph_draws import GraphRepeats
@@ -184,7 +185,9 @@ class GraphedModule(PlannedModule):
         if acts is not None:
             raise InputError(f"{acts} of {step.graph.name} has an outside effect, which a CUDA graph would not repeat; {_PLAIN}")
         super().__init__(step, schedule, budget_bytes)
-        self._checks_late = False  # a replay writes buffers, too
+        kinds = [source.kind for source in step.sources]
+        self._inputs = [i for i, kind in enumerate(kinds) if kind == "input"]
+        self._stay = [i for i, kind in enumerate(kinds) if kind not in ("input", "tangent")]
         # What operators that are none of PyTorch's own may draw from on the host; see ``_warm_up``.
         self._on_host = tuple(each for each in self._generators if each.device.type != step.device.type)
         self._generators = tuple(each for each in self._generators if each.device.type == step.device.type)
@@ -207,25 +210,30 @@ class GraphedModule(PlannedModule):
 
     def _move_gradients(self, recorded: _Recorded) -> None:
         """No ``.grad`` may lie in memory the graphs write to."""
-        ours = {gradient.data_ptr() for gradient in recorded.gradients}
+        ours: set[int] = set()
         for i in self._trained:
             parameter = recorded.bound[i]
-            if parameter.grad is not None and parameter.grad.data_ptr() in ours:
-                parameter.grad = parameter.grad.detach().clone()
+            if parameter.grad is not None:
+                ours = ours or {gradient.data_ptr() for gradient in recorded.gradients}
+                if parameter.grad.data_ptr() in ours:
+                    parameter.grad = parameter.grad.detach().clone()
 
     def _run_forward(self, bound: list[Tensor], undo: Undo, check: Callable[[], None] | None = None) -> tuple[Tensor, Kept]:
-        assert check is None
-        self._pending = None
-        if self._recorded is not None and not self._in_place(self._recorded, bound):
+        ready = self._recorded is not None and self._in_place(self._recorded, bound)
+        if check is not None and (self._pending is not None or not ready):
+            check()  # a call that is refused leaves the one before its backward
+            check = None
+        if self._recorded is not None and not ready:
             self.release()
+        self._pending = None
         if self._recorded is None:
             self._recorded = self._record(bound)
         recorded = self._recorded
         self._move_gradients(recorded)
         with torch.no_grad():
-            for source, tensor, static in zip(self.step.sources, bound, recorded.bound, strict=True):
-                if source.kind == "input" and tensor.data_ptr() != static.data_ptr():
-                    static.copy_(tensor, non_blocking=True)
+            for i in self._inputs:
+                if bound[i].data_ptr() != recorded.bound[i].data_ptr():
+                    recorded.bound[i].copy_(bound[i], non_blocking=True)
             starts = []
             if recorded.repeats[0] is not None:
                 starts = [(generator.initial_seed(), generator.get_offset()) for generator in self._generators]
@@ -233,6 +241,8 @@ class GraphedModule(PlannedModule):
             recorded.forward()
             for buffer, old in recorded.old:
                 undo.wrote(buffer, old)
+            if check is not None:
+                check()  # beside the device, which has begun; else buffers get their old content back
             undo.seal()
             loss = recorded.loss.clone()
         self._pending = _Pending(recorded.names, recorded.watched, undo, starts)
@@ -248,9 +258,8 @@ class GraphedModule(PlannedModule):
         self._pending = None
         kept.release()
         with torch.no_grad():
-            for source, static in zip(self.step.sources, recorded.bound, strict=True):
-                if source.kind == "tangent":
-                    static.copy_(tangent)
+            for i in self._tangents:
+                recorded.bound[i].copy_(tangent)
             if recorded.repeats[1] is not None:
                 recorded.repeats[1].seek(kept.starts)
             recorded.backward()
@@ -259,10 +268,7 @@ class GraphedModule(PlannedModule):
 
     def _in_place(self, recorded: _Recorded, bound: list[Tensor]) -> bool:
         """Whether parameters, buffers and constants are where they were when the graphs were recorded."""
-        return all(
-            source.kind in ("input", "tangent") or tensor.data_ptr() == place
-            for source, tensor, place in zip(self.step.sources, bound, recorded.places, strict=True)
-        )
+        return in_place(bound, recorded.places, self._stay)
 
     def _record(self, bound: list[Tensor]) -> _Recorded:
         """Run the step once, take it back, capture it."""
@@ -324,8 +330,7 @@ class GraphedModule(PlannedModule):
         names, places = self._watched
         watched = [given[i] for i in places]
         if halves.tangent_at is not None:
-            at = next(i for i, source in enumerate(self.step.sources) if source.kind == "tangent")
-            given[halves.tangent_at] = static[at]
+            given[halves.tangent_at] = static[self._tangents[0]]
         del made
         gradients, replay_backward = self._recorder.capture(backward, given, self._drawn_from(repeats[1]))
         addresses = [tensor.data_ptr() for tensor in static]

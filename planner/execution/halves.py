@@ -13,6 +13,7 @@ from graphs.errors import BudgetExceeded, InvalidSchedule
 from graphs.ir import Graph
 from graphs.rewriting.nodes import outputs_of
 from planner.execution.lowering import Code, placeholders, result_value
+from planner.execution.statistics import updates_with_room
 from planner.schedule import Compute, Schedule, computes
 from planner.simulate import simulate
 
@@ -69,6 +70,7 @@ def cut_in_halves(step: Step, schedule: Schedule) -> Halves:
     first = Code(step, schedule)
     for node in sources:
         first.receive(node)
+    first.copy_statistics(updates_with_room(step, schedule, cut))
     first.run(before)
     early_results = (loss, *buffers)
     values = sorted(

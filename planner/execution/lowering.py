@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,8 +15,9 @@ from graphs.capture import Step
 from graphs.rewriting.nodes import outputs_of
 from graphs.torch_private.names import BoxedCodeGen
 from graphs.torch_private.tensors import storage_key
-from planner.execution.calls import quickest, without_statistics
+from planner.execution.calls import quickest
 from planner.execution.draws import drawn, draws_from, generator_node, generator_state, repeat_draw
+from planner.execution.statistics import AT_ONCE, Update, copied, without_statistics
 from planner.schedule import Compute, Schedule, computes
 
 
@@ -44,6 +45,8 @@ class Code:
         self._holders: dict[fx.Node, fx.Node] = {}  # of the captured graph -> of this one, as long as its value is there
         self._placed: dict[tuple[Any, ...], fx.Node] = {}  # the same, by placement in memory: equal views are made once
         self._present: defaultdict[int, list[fx.Node]] = defaultdict(list)  # by Value: its keys in _holders
+        self._updates: dict[int, Update] = {}  # by op, until its first run
+        self._copies: dict[int, tuple[fx.Node, ...]] = {}  # the statistics that it writes to
 
     def receive(self, node: fx.Node) -> None:
         """Take what ``node`` of the captured graph holds as an argument."""
@@ -55,6 +58,11 @@ class Code:
         """Take what ``drawn`` says of the first draw of ``op`` as an argument."""
         self.states[op] = self.graph.placeholder(f"{self.step.calls[op].name}_state")
         return self.states[op]
+
+    def copy_statistics(self, updates: Mapping[int, Update]) -> None:
+        """Have batch norms write their new statistics, in their first runs, into copies of the old ones that are made for some of
+        them at once. The ops in the order in which they run."""
+        self._updates = dict(updates)
 
     def run(self, schedule: Schedule) -> None:
         """Write the code of these steps."""
@@ -129,11 +137,37 @@ class Code:
 
     def _compute(self, op: int) -> None:
         call = self.step.calls[op]
-        copy = self._call(op, call)
+        update, copies = self._updates.get(op), self._copied(op)
+        copy = self._call(op, call) if update is None else self._update(call, update, copies)
         # What is still there stays; its second copy gets no name, so it dies with the call.
         made = {v: node for v, node in self.step.made_by(op).items() if v not in self._present}
+        self._updates.pop(op, None)
+        there = {} if update is None else dict(zip(update.new, copies, strict=True))
         for node in made.values():
-            self._hold(node, copy if node is call else self.graph.node_copy(node, lambda _: copy))
+            self._hold(node, there.get(node) or (copy if node is call else self.graph.node_copy(node, lambda _: copy)))
+
+    def _copied(self, op: int) -> tuple[fx.Node, ...]:
+        """The copies of statistics that ``op`` writes to; none where it makes its own."""
+        if op not in self._updates:
+            return ()
+        if op not in self._copies:
+            some = [each for each in self._updates if each not in self._copies][:AT_ONCE]
+            old = [self.holder(node) for each in some for node in self._updates[each].old]
+            made = self.graph.call_function(copied, (old,))
+            parts = [self.graph.call_function(operator.getitem, (made, i)) for i in range(len(old))]
+            for part, node in zip(parts, old, strict=True):
+                part.meta = dict(node.meta)
+            self._copies.update((each, tuple(parts[2 * i : 2 * i + 2])) for i, each in enumerate(some))
+        return self._copies[op]
+
+    def _update(self, call: fx.Node, update: Update, statistics: tuple[fx.Node, ...]) -> fx.Node:
+        """A batch norm that writes its new statistics to these."""
+        given = dict(zip(update.old, statistics, strict=True))
+        args, kwargs = fx.map_arg((call.args, call.kwargs), lambda node: given.get(node) or self.holder(node))
+        copy = self.graph.create_node("call_function", update.target, args, kwargs, call.name)
+        copy.op, copy.target = quickest(copy)
+        copy.meta = dict(call.meta)
+        return copy
 
     def _call(self, op: int, call: fx.Node) -> fx.Node:
         if op not in self._repeated:
