@@ -2390,6 +2390,22 @@ def test_gated_units_of_permuted_images(shape: tuple[int, ...]) -> None:
     assert_trains_as_plain_pytorch(Gated(), torch.randn(shape), square)
 
 
+def test_batch_norm_of_a_batch_alone_is_that_of_cudnn_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernel runs on CUDA only: here the graph is looked at."""
+    monkeypatch.setattr("graphs.rewriting.rewrites.takes_cudnn_batch_norm", lambda data, *_: data.dim() == 4)
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, track_running_stats=False), nn.ReLU(), nn.InstanceNorm2d(4, affine=True)
+    )
+    step = capture(model, torch.randn(2, 3, 8, 8), loss=square)
+    aten = torch.ops.aten
+    calls = [node for node in step.calls if "batch_norm" in str(node.target)]
+    first, second = (node for node in calls if node.target is aten.cudnn_batch_norm.default)
+    of_second, of_first = (node for node in calls if node.target is aten.batch_norm_backward.default)
+    assert len(calls) == 4
+    for forward, backward in ((first, of_first), (second, of_second)):
+        assert backward.args[-1].args == (forward, 3)  # what cuDNN keeps for its own backward
+
+
 def test_batch_norm_of_cudnn_is_asked_where_it_will_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU its operators run PyTorch's own kernels."""
     asked = []

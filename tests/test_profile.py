@@ -260,6 +260,25 @@ class Lambda(nn.Module):
         return out
 
 
+def test_pivots_are_places_of_rows(tmp_path: Path) -> None:
+    """They are counted from 1: with another one a kernel reads past the matrix, and on CUDA the process loses the device."""
+
+    class Solving(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x) + 8 * torch.eye(8)
+            solved = torch.linalg.solve(y, x.mT).square().mean() + torch.linalg.slogdet(y).logabsdet.mean()
+            factors, pivots = torch.linalg.lu_factor(y)
+            return solved + torch.lu_unpack(factors, pivots)[2].square().mean()
+
+    step = capture(Solving(8, 8), torch.randn(3, 8, 8))
+    reads = {node.target: node for node in step.calls if node.target in profile._READ_PIVOTS}
+    assert set(reads) == {torch.ops.aten.linalg_lu_solve.default, torch.ops.aten.lu_unpack.default}
+    for node in reads.values():
+        (pivots,) = (each for each in profile._arguments(node, step.device)[0] if getattr(each, "dtype", None) == torch.int32)
+        assert torch.equal(pivots, torch.arange(1, 9, dtype=torch.int32).expand(3, 8))
+    assert measured(step, cache_dir=tmp_path, repeats=1).graph.keep_all_time_ns > 0
+
+
 def test_an_op_with_an_outside_effect_is_not_run(step: Step, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     acting = next(i for i, op in enumerate(step.graph.ops) if op.kind == "aten.embedding")
     ops = list(step.graph.ops)

@@ -108,7 +108,7 @@ class Constants(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _note_draws(self, func: Any, read: Sequence[Tensor], made: Sequence[Tensor]) -> None:
         plain = isinstance(func, OpOverload) and func.namespace == "aten" and not func._schema.is_mutable
-        drawn = getattr(func, "overloadpacket", None) in _FROM_ZERO_TO_ONE
+        drawn = getattr(func, "overloadpacket", None) in _FROM_ZERO_TO_ONE and made[0].dtype in (torch.float, torch.double)
         if drawn or (plain and func.is_view and read[0] in self._drawn):  # detach is one
             for tensor in made:
                 self._drawn[tensor] = None
