@@ -292,6 +292,15 @@ def test_other_lengths_are_another_step() -> None:
         assert torch.equal(sorted_by_us(*given).detach(), model(*given).detach())
 
 
+def test_more_lengths_than_sizes_are_data_and_what_to_do_is_said() -> None:
+    torch.manual_seed(0)
+    model, x = Model(nn.GRU(8, 7), packed), torch.randn(2, 130, 8)
+    lengths = [2] * 65 + [1] * 65
+    with pytest.raises(CaptureError, match=r"up to 128 lengths in a tensor are asked for.*give more of them as a list"):
+        capture(model, (x, torch.tensor(lengths)))
+    same_as_plain(Model(nn.GRU(8, 7), lambda inner, x: packed(inner, x, lengths)), (x,))
+
+
 def test_what_is_packed_already_can_be_given() -> None:
     torch.manual_seed(0)
 

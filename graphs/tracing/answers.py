@@ -67,8 +67,6 @@ class Answers(Constants):  # type: ignore[no-untyped-call]
     values of parameters stays unknown otherwise.
     """
 
-    MOST_INTEGERS = 128  # a few are sizes, more are data
-
     def __init__(self, examples: Iterable[tuple[Tensor, Tensor]], integers: KnownFor) -> None:
         """``examples``: stand-ins, each with the tensor of the example that it stands for. ``integers``: for which calls their
         integers and truth values are known; other numbers differ in each batch, and only tell which guesses are useless."""

@@ -50,6 +50,7 @@ class Constants(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     supports_higher_order_operators = True
     LIMIT = 1 << 20  # elements; larger tensors are no counters or masks to ask about
+    MOST_INTEGERS = 128  # of an input, that are asked for: a few are sizes, more are data
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

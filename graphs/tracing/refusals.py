@@ -14,6 +14,7 @@ from graphs.torch_private.names import (
     DATA_DEPENDENT,
     LOOKS_FOR_CAUSAL,
 )
+from graphs.tracing.constants import Constants
 from graphs.watching.calls import written_elsewhere
 
 
@@ -28,6 +29,11 @@ def refusal(name: str, error: Exception) -> CaptureError:
     if isinstance(error, DATA_DEPENDENT) or "its data is not allocated yet" in str(error):  # that is read past the dispatcher
         if "aten.equal" in str(error) and "istft" in _place(error):
             remedy = "give istft a window that is made in the forward (torch.hann_window), since it checks what that sums up to"
+        elif "aten._pack_padded_sequence" in str(error):
+            remedy = (
+                f"up to {Constants.MOST_INTEGERS} lengths in a tensor are asked for in each call; give more of them as a list, "
+                f"which is the same in each call, or train without a plan, in a block of online.budget"
+            )
         elif "aten.nonzero" in str(error) and not _place(error):
             remedy = (
                 "that is in a derivative; where it is that of an embedding with padding_idx, use dense gradients (sparse=False), "
