@@ -266,7 +266,8 @@ def _arguments(node: fx.Node, device: torch.device) -> tuple[tuple[Any, ...], di
         empty = torch.empty(0, dtype=fake.dtype, device=where)
         tensor = empty.set_(storages[key], int(fake.storage_offset()), fake.shape, fake.stride())
         if pivots and tensor.dtype == torch.int32:  # counted from 1: kernels write past the matrix where one is 0
-            tensor.copy_(torch.arange(1, tensor.shape[-1] + 1, device=where))
+            once = tensor[tuple(slice(None if stride else 1) for stride in tensor.stride())]
+            once.copy_(torch.arange(1, once.shape[-1] + 1, device=where))
         return tensor
 
     def value(argument: fx.Node) -> Any:

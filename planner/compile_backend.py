@@ -355,8 +355,7 @@ def _cut(joint: _Joint, schedule: Schedule) -> tuple[fx.GraphModule, fx.GraphMod
     first = Code(step, schedule)
     for node in joint.primals:
         first.receive(node)
-    for node in joint.tangents:
-        first.receive(node)
+    tangents = [first.receive(node) for node in joint.tangents]
     first.run(before)
     kept = set(joint.values(joint.forward))
     values = sorted(needed_from_before(graph, after, joint.values(joint.backward), kept))
@@ -370,16 +369,15 @@ def _cut(joint: _Joint, schedule: Schedule) -> tuple[fx.GraphModule, fx.GraphMod
     second = Code(step, schedule)
     for op in draws:
         second.receive_state(op).meta = dict(first.states[op].meta)
-    for node in (*given, *joint.tangents):
+    arguments = [second.receive(node) for node in given]
+    for node in joint.tangents:
         second.receive(node)
     second.run(after)
-    gradients = [second.holder(node) if isinstance(node, fx.Node) else node for node in joint.backward]
-    reads = second.drop_unread(joint.primals, [node for node in gradients if isinstance(node, fx.Node)])
+    second.returns([second.holder(node) if isinstance(node, fx.Node) else node for node in joint.backward])
 
-    unread = set(joint.primals).difference(joint.primals[i] for i in reads)
     saved = [first.states[op] for op in draws]
-    for node in given:
-        if node not in unread:
-            saved.append(first.copied(node) if step.value_of[node] in joint.copied else first.holder(node))
-    first.drop_unread(joint.tangents, [])
-    return first.finish([*returned, *saved], "Forward"), second.finish(gradients, "Backward"), len(saved)
+    for node in [given[i] for i in second.drop_unread(arguments)]:
+        saved.append(first.copied(node) if step.value_of[node] in joint.copied else first.holder(node))
+    first.returns([*returned, *saved])
+    first.drop_unread(tangents)
+    return first.finish("Forward"), second.finish("Backward"), len(saved)

@@ -83,7 +83,8 @@ def lower(step: Step, schedule: Schedule) -> fx.GraphModule:
     for node in placeholders(step):
         code.receive(node)
     code.run(schedule)
-    return code.finish([code.result(i) for i in range(len(step.results))], "PlannedStep")
+    code.returns([code.result(i) for i in range(len(step.results))])
+    return code.finish("PlannedStep")
 
 
 class PlannedStep:

@@ -1466,6 +1466,28 @@ REFUSED: dict[str, tuple[Callable[[], Step], str]] = {
         lambda: capture(Lambda(lambda m, x: square(m.linear(x) if torch.rand([]) < 0.5 else x)), x8),
         "branches on data",
     ),
+    "draws read as other numbers": (
+        lambda: capture(Lambda(lambda m, x: square(m.linear(x) if (torch.rand(4).view(torch.int32) >= 1).any() else x)), x8),
+        "branches on data",
+    ),
+    "more than was drawn": (
+        lambda: capture(Lambda(lambda m, x: square(m.linear(x) if torch.rand(1).as_strided((), (), 0) < 0 else x)), x8),
+        "branches on data",
+    ),
+    "a draw and what is zero as it is compared": (
+        lambda: capture(Lambda(lambda m, x: square(m.linear(x) if torch.rand([]) <= -1e-60 else x)), x8),
+        "branches on data",
+    ),
+    "statistics that are a weight": (
+        lambda: capture(
+            Lambda(lambda m, x: square(F.batch_norm(m.linear(x), m.moving, s := m.moving + 1, s, None, training=True))), x8
+        ),
+        "gives a batch norm one tensor as running mean or variance and as something else",
+    ),
+    "one tensor for both statistics": (
+        lambda: capture(Lambda(lambda m, x: square(F.batch_norm(m.linear(x), m.moving, m.moving, training=True))), x8),
+        "gives a batch norm one tensor as running mean or variance and as something else",
+    ),
     "a draw that was written to": (
         lambda: capture(Lambda(lambda m, x: square(m.linear(x) if torch.rand([]).mul_(2) < 1 else x)), x8),
         "branches on data",

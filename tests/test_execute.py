@@ -390,6 +390,38 @@ def test_statistics_are_copied_together_where_that_adds_nothing_to_the_peak(room
     assert found.peak_bytes <= module.peak_bytes
 
 
+class SeveralTimes(nn.Module):
+    """One batch norm, whose later calls read what the ones before have made, and instance norms, which read what is repeated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(nn.Conv2d(8, 8, 3, padding=1) for _ in range(4))
+        self.norm = nn.BatchNorm2d(8)
+        self.norms = nn.ModuleList(nn.InstanceNorm2d(8, affine=True, track_running_stats=True) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for conv, norm in zip(self.convs, self.norms, strict=True):
+            x = norm(self.norm(conv(x)).relu()).tanh()
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("share", [0.8, 0.6, 0.5])
+def test_statistics_that_nobody_reads_are_not_handed_to_the_backward(share: float) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(32, 8, 12, 12)
+    found = plan_of(SeveralTimes(), share, inputs=x, time_limit_s=2)
+    step, module = found.step, found.module()
+    twin = copy.deepcopy(step.model)
+    resident_bytes = resident_before_backward(step)
+    measured = measure(lambda: module(x).backward(), step.device, resident_bytes, prepare=step.model.zero_grad)
+    assert measured.peak_bytes <= module.peak_bytes <= found.budget_bytes
+    for _ in range(2):  # as often as above
+        twin.zero_grad()
+        twin(x).backward()
+    _same({n: p.grad for n, p in step.model.named_parameters()}, {n: p.grad for n, p in twin.named_parameters()})
+    _same(dict(step.model.named_buffers()), dict(twin.named_buffers()))
+
+
 def test_buffers_are_copied_in_lists_of_one_type(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.BatchNorm1d(4)), torch.randn(8, 4)
     step = capture(model, x, loss=lambda out: out.square().sum())

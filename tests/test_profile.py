@@ -278,6 +278,14 @@ def test_pivots_are_places_of_rows(tmp_path: Path) -> None:
         assert torch.equal(pivots, torch.arange(1, 9, dtype=torch.int32).expand(3, 8))
     assert measured(step, cache_dir=tmp_path, repeats=1).graph.keep_all_time_ns > 0
 
+    class Shared(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            factors, pivots = torch.linalg.lu_factor(self.weight + 8 * torch.eye(8))
+            return torch.linalg.lu_solve(factors.expand(3, 8, 8), pivots.expand(3, 8), x).square().mean()
+
+    shared = measured(capture(Shared(8, 8), torch.randn(3, 8, 8)), cache_dir=tmp_path, repeats=1)
+    assert shared.graph.keep_all_time_ns > 0
+
 
 def test_an_op_with_an_outside_effect_is_not_run(step: Step, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     acting = next(i for i, op in enumerate(step.graph.ops) if op.kind == "aten.embedding")

@@ -14,6 +14,7 @@ from graphs.rewriting.rewrites import (
     fuse_bernoulli,
     settle_draws,
 )
+from graphs.torch_private.tensors import storage_key
 
 aten = torch.ops.aten
 
@@ -22,6 +23,7 @@ def settle(name: str, graph: fx.Graph) -> None:
     """Refuse what a Graph has no words for, and have calls in the form in which they are run."""
     _refuse_sparse(name, graph)
     _refuse_unsaid_writes(name, graph)
+    _refuse_shared_statistics(name, graph)
     _refuse_mixed_products(name, graph)
     _refuse_unsized_observers(name, graph)
     fuse_bernoulli(graph)
@@ -47,6 +49,25 @@ def _refuse_unsaid_writes(name: str, graph: fx.Graph) -> None:
                     f"{name} calls {target}, which changes running statistics without saying so, and would do it again with each "
                     f"recomputation; use F.batch_norm, or give it none and change them yourself"
                 )
+
+
+def _refuse_shared_statistics(name: str, graph: fx.Graph) -> None:
+    """A batch norm writes to them while it reads the others; in a trace it makes new ones, each of its own."""
+    for node in graph.find_nodes(op="call_function", target=aten._native_batch_norm_legit_functional.default):
+        *others, mean, variance = (_begin(each) for each in node.args[:5])
+        if node.args[5] is not False and (mean == variance or not {mean, variance}.isdisjoint(others)):
+            raise CaptureError(
+                f"{name} gives a batch norm one tensor as running mean or variance and as something else, which it reads while "
+                f"it writes there; give each its own"
+            )
+
+
+def _begin(node: object) -> tuple[int, int] | None:
+    """Where a tensor begins in memory."""
+    if not isinstance(node, fx.Node):
+        return None
+    value = node.meta["val"]
+    return storage_key(value), int(value.storage_offset())
 
 
 def _refuse_sparse(name: str, graph: fx.Graph) -> None:

@@ -24,7 +24,17 @@ from graphs.watching.calls import written
 aten = torch.ops.aten
 # istft compares what its window sums up to.
 _ASKS = {aten._local_scalar_dense.default, aten.equal.default, aten.allclose.default}
-_FROM_ZERO_TO_ONE = {aten.rand, aten.rand_like}  # draws from [0, 1)
+_FROM_ZERO_TO_ONE = {aten.rand.default, aten.rand.generator, aten.rand_like.default}  # draws from [0, 1)
+_SOME_OF_THEM = {
+    aten.detach.default,
+    aten.view.default,
+    aten.expand.default,
+    aten.select.int,
+    aten.slice.Tensor,
+    aten.squeeze.default,
+    aten.squeeze.dim,
+    aten.unsqueeze.default,
+}
 # Of a draw with a number: what it gives where the number is less than any draw, and where it is greater.
 _COMPARISONS = {
     aten.lt.Scalar: (False, True),
@@ -109,8 +119,8 @@ class Constants(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _note_draws(self, func: Any, read: Sequence[Tensor], made: Sequence[Tensor]) -> None:
         plain = isinstance(func, OpOverload) and func.namespace == "aten" and not func._schema.is_mutable
-        drawn = getattr(func, "overloadpacket", None) in _FROM_ZERO_TO_ONE and made[0].dtype in (torch.float, torch.double)
-        if drawn or (plain and func.is_view and read[0] in self._drawn):  # detach is one
+        drawn = func in _FROM_ZERO_TO_ONE and made[0].dtype in (torch.float, torch.double)
+        if drawn or (func in _SOME_OF_THEM and read[0] in self._drawn):
             for tensor in made:
                 self._drawn[tensor] = None
         elif self._drawn and not plain:
@@ -121,7 +131,9 @@ class Constants(TorchDispatchMode):  # type: ignore[no-untyped-call]
         None of other calls."""
         if func not in _COMPARISONS or args[0] not in self._drawn:
             return None
-        _, number = args
+        tensor, number = args
+        with no_dispatch():
+            number = float(torch.tensor(number, dtype=tensor.dtype))  # as it is compared
         below, above = _COMPARISONS[func]
         if number < 0 or (number == 0 and func in (aten.lt.Scalar, aten.ge.Scalar)):
             return below

@@ -68,8 +68,7 @@ def cut_in_halves(step: Step, schedule: Schedule) -> Halves:
     before, after = schedule[:cut], schedule[cut:]
 
     first = Code(step, schedule)
-    for node in sources:
-        first.receive(node)
+    of_first = [first.receive(node) for node in sources]
     first.copy_statistics(updates_with_room(step, schedule, cut))
     first.run(before)
     early_results = (loss, *buffers)
@@ -79,22 +78,22 @@ def cut_in_halves(step: Step, schedule: Schedule) -> Halves:
         )
     )
     draws = sorted(first.states.keys() & set(computes(after)))
-    early = [first.result(i) for i in early_results]
-    handed = [first.value(v) for v in values] + [first.states[op] for op in draws]
-    forward_reads = first.drop_unread(sources, [*early, *handed])
-    forward = first.finish([*early, *handed], "Forward")
 
     second = Code(step, schedule)
-    for v in values:
-        second.receive(second.maker[v])
+    of_values = [second.receive(second.maker[v]) for v in values]
     for op in draws:
         second.receive_state(op)
-    for node in sources:
-        second.receive(node)
+    of_second = [second.receive(node) for node in sources]
     second.run(after)
-    returned = [second.result(i) for i in gradients]
-    backward_reads = second.drop_unread(sources, returned)
-    backward = second.finish(returned, "Backward")
+    second.returns([second.result(i) for i in gradients])
+    values = [values[i] for i in second.drop_unread(of_values)]  # a batch norm run again does not read all that the op is given
+    backward_reads = second.drop_unread(of_second)
+    backward = second.finish("Backward")
+
+    handed = [first.value(v) for v in values] + [first.states[op] for op in draws]
+    first.returns([*(first.result(i) for i in early_results), *handed])
+    forward_reads = first.drop_unread(of_first)
+    forward = first.finish("Forward")
 
     own = _own_content(step)
     at = {v: i for i, v in enumerate(values)}

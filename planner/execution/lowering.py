@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -48,11 +48,12 @@ class Code:
         self._updates: dict[int, Update] = {}  # by op, until its first run
         self._copies: dict[int, tuple[fx.Node, ...]] = {}  # the statistics that it writes to
 
-    def receive(self, node: fx.Node) -> None:
-        """Take what ``node`` of the captured graph holds as an argument."""
+    def receive(self, node: fx.Node) -> fx.Node:
+        """Take what ``node`` of the captured graph holds as an argument, which is returned."""
         copy = self.graph.placeholder(node.name)
         copy.meta = dict(node.meta)
         self._hold(node, copy)
+        return copy
 
     def receive_state(self, op: int) -> fx.Node:
         """Take what ``drawn`` says of the first draw of ``op`` as an argument."""
@@ -104,20 +105,8 @@ class Code:
         copy.meta["val"] = value
         return copy
 
-    def drop_unread(self, sources: Sequence[fx.Node], outputs: Iterable[fx.Node]) -> tuple[int, ...]:
-        """Remove the arguments for ``sources`` that nobody reads; the indices of the others."""
-        kept = set(outputs)
-        reads = []
-        for i, node in enumerate(sources):
-            copy = self._holders[node]
-            if copy.users or copy in kept:
-                reads.append(i)
-            else:
-                self.graph.erase_node(copy)
-        return tuple(reads)
-
-    def finish(self, outputs: list[Any], name: str) -> fx.GraphModule:
-        """The code, returning the list ``outputs``."""
+    def returns(self, outputs: list[Any]) -> None:
+        """That is all the code, and it returns the list ``outputs``."""
         self.graph.output(outputs)
         for node in reversed(self.graph.nodes):
             if node.target is operator.getitem and not node.users:  # made again with others, not read this time
@@ -131,6 +120,18 @@ class Code:
                 alone.meta = {**node.meta, "val": node.meta["val"][:count]}
                 node.replace_all_uses_with(alone)
                 self.graph.erase_node(node)
+
+    def drop_unread(self, arguments: Sequence[fx.Node]) -> tuple[int, ...]:
+        """Remove those of these arguments that nobody reads, which would stay in memory until the code returns; the indices of
+        the others."""
+        reads = tuple(i for i, argument in enumerate(arguments) if argument.users)
+        for argument in arguments:
+            if not argument.users:
+                self.graph.erase_node(argument)
+        return reads
+
+    def finish(self, name: str) -> fx.GraphModule:
+        """The code as a module."""
         self.graph.set_codegen(BoxedCodeGen())
         self.graph.lint()
         return fx.GraphModule(self.step.module, self.graph, name)
