@@ -88,7 +88,7 @@ FIRST_RATIOS = (0.5, 0.25, 0.75)  # of the compiler's memory budget, measured fo
 PLAN_S = 15.0  # solving one budget
 _GPU_TEST = re.compile(r"^\s*@pytest\.mark\.gpu", re.MULTILINE)
 TESTS_SHARE = 0.25  # of the time, at most, for the tests
-TEST_PROCESSES = 8  # of them at once; each takes some hundred MB of the device for itself
+TEST_PROCESSES = 12  # of them at once; each takes some hundred MB of the device for itself
 
 
 class OutOfTime(BaseException):
