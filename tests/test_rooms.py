@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import re
 import subprocess
@@ -31,9 +32,14 @@ def name_of(path: Path) -> str:
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def imports(path: Path, *, at_start: bool = False) -> Iterator[str]:
     """Full names of what a file imports; ``at_start``: only what importing the file itself imports."""
-    todo: list[ast.AST] = [ast.parse(path.read_text())]
+    todo: list[ast.AST] = [parsed(path)]
     while todo:
         node = todo.pop()
         if isinstance(node, ast.Import):
@@ -51,7 +57,12 @@ def imports(path: Path, *, at_start: bool = False) -> Iterator[str]:
 
 def marked(path: Path) -> bool:
     """The first line of its docstring ends in [torch]."""
-    return (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n")[0].endswith("[torch]")
+    return (ast.get_docstring(parsed(path)) or "").partition("\n")[0].endswith("[torch]")
+
+
+@functools.cache
+def heavy() -> frozenset[str]:
+    return frozenset(name_of(path) for path in FILES if marked(path))
 
 
 def test_there_is_something_to_look_at() -> None:
@@ -105,8 +116,7 @@ def test_only_marked_files_import_torch(path: Path) -> None:
     for name in imports(path):  # also in functions: what needs torch has a file of its own
         if name.partition(".")[0] == "torch":
             assert name not in names and re.search(r"if TYPE_CHECKING:\n(    .*\n)*?    (import|from) torch", path.read_text())
-    heavy = {name_of(other) for other in FILES if marked(other)}
-    assert not {h for h in heavy for name in names if f"{name}.".startswith(f"{h}.")}
+    assert not {h for h in heavy() for name in names if f"{name}.".startswith(f"{h}.")}
 
 
 @pytest.mark.parametrize("path", PRODUCT, ids=name_of)
@@ -114,7 +124,7 @@ def test_private_torch_is_in_one_room(path: Path) -> None:
     if path.parent == ROOT / "graphs" / "torch_private":
         return
     private = [name for name in imports(path) if re.match(r"torch\.(\w+\.)*_", name)]
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Attribute) and re.match(r"torch\.(\w+\.)*_(?!_)", ast.unparse(node)):
             private.append(ast.unparse(node))
     assert not private
