@@ -155,7 +155,7 @@ def test_weights_that_lie_together_are_not_copied(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(cudnn_recurrent, "_flatten", lambda *args: calls.append(args))
     weights = list(model.inner.parameters())
     node = next(n for n in step.module.graph.nodes if n.target is torch.ops.belady.cudnn_rnn.default)
-    options = cudnn_recurrent._given(node.args[4:])
+    options = cudnn_recurrent._Options.of(node.args[4:])
     assert storage_key(cudnn_recurrent._flat(weights, 8, options)) == storage_key(weights[0]) and not calls
 
 

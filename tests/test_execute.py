@@ -337,7 +337,7 @@ def test_batch_norm_run_again_makes_no_statistics_that_nobody_reads() -> None:
     again = [op for op in computes(plan.schedule) if _makes_statistics(plan.graph.ops[op])]
     code = plan.module().code
     assert 4 < len(again) == code.count("torch._native_batch_norm_legit(")
-    assert code.count("statistics_copied(") == 1  # for the four first runs
+    assert code.count("tensors_copied(") == 1  # for the four first runs
     assert "batch_norm_legit_functional.default(" not in code
 
 

@@ -100,22 +100,15 @@ def own_function(m: Around, y: Tensor) -> Tensor:
     return cubed
 
 
-def cells(cell: nn.Module) -> Function:
-    def run(m: Around, y: Tensor) -> Tensor:
-        state: Any = None
-        for x in y[:, :6].unbind(1):
-            state = m.cell(x, state)
-        return state[0] if isinstance(state, tuple) else state
-
-    def with_cell(m: Around, y: Tensor) -> Tensor:
-        return run(m, y)
-
-    with_cell.cell = cell  # type: ignore[attr-defined]
-    return with_cell
+def unrolled(m: Around, y: Tensor) -> Tensor:
+    state: Any = None
+    for x in y[:, :6].unbind(1):
+        state = m.cell(x, state)
+    return state[0] if isinstance(state, tuple) else state
 
 
 def cell_case(cell: nn.Module) -> Case:
-    model, inputs = words(cells(cell))
+    model, inputs = words(unrolled)
     model.cell = cell
     return model, inputs
 

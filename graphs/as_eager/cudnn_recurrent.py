@@ -7,10 +7,10 @@ once for each shape. Its backward works in that memory, so here it works in a co
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,8 +31,7 @@ _OPTIONS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class _Options:
+class _Options(NamedTuple):
     """What a call is given beside tensors, in the order of the operators' schemas.
 
     stride       number of weights of one layer and direction
@@ -49,13 +48,13 @@ class _Options:
     bidirectional: bool
     batch_sizes: tuple[int, ...]
 
-    def __iter__(self) -> Iterator[Any]:
-        """As arguments of our operators."""
-        shape = self.stride, self.mode, self.hidden_size, self.proj_size, self.num_layers, self.batch_first
-        return iter((*shape, self.train, self.bidirectional, list(self.batch_sizes)))
+    @classmethod
+    def of(cls, args: Sequence[Any]) -> _Options:
+        """From the arguments of our operators."""
+        return cls._make((*args[:-1], tuple(args[-1])))
 
     def of_kernels(self) -> tuple[Any, ...]:
-        """As arguments of PyTorch's, from ``mode`` on; no dropout."""
+        """As arguments of PyTorch's operators, from ``mode`` on; no dropout."""
         shape = self.mode, self.hidden_size, self.proj_size, self.num_layers, self.batch_first
         return *shape, 0.0, self.train, self.bidirectional, list(self.batch_sizes), None
 
@@ -95,15 +94,9 @@ def _flat(weights: Sequence[Tensor], width: int, options: _Options) -> Tensor:
     return _flatten([weight.detach() for weight in weights], width, options)
 
 
-def _given(args: Sequence[Any]) -> _Options:
-    stride, mode, hidden_size, proj_size, num_layers, batch_first, train, bidirectional, batch_sizes = args
-    shape = stride, mode, hidden_size, proj_size, num_layers, batch_first
-    return _Options(*shape, train, bidirectional, tuple(batch_sizes))
-
-
 def _layers(input: Tensor, weights: Sequence[Tensor], h: Tensor, c: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
     """Output, last h and c (else empty), and what the derivative reads: ``belady::cudnn_rnn``."""
-    options = _given(args)
+    options = _Options.of(args)
     with below_autograd(), without_autocast(), torch.no_grad():
         flat = _flat(weights, input.shape[-1], options)
         made: tuple[Tensor, ...] = aten._cudnn_rnn.default(input, weights, options.stride, flat, h, c, *options.of_kernels())
@@ -115,7 +108,7 @@ def _layers_backward(
 ) -> tuple[Tensor, ...]:
     """The derivatives by input, h and c, and by all weights in one piece of memory, laid out as these: empty where they are not
     wanted. ``belady::cudnn_rnn_backward``."""
-    gradients, options, wanted = args[:3], _given(args[3:-1]), args[-1]
+    gradients, options, wanted = args[:3], _Options.of(args[3:-1]), args[-1]
     with below_autograd(), without_autocast(), torch.no_grad():
         flat = _flat(weights, input.shape[-1], options)
         given = input, weights, options.stride, flat, h, c, output, *gradients, *options.of_kernels(), reserve.clone(), wanted
@@ -198,13 +191,13 @@ def _stand_in(
 
 
 def _layers_stand_in(input: Tensor, weights: Sequence[Tensor], h: Tensor, c: Tensor | None, *args: Any) -> tuple[Tensor, ...]:
-    return _stand_in(input, weights, h, c, _given(args), None)
+    return _stand_in(input, weights, h, c, _Options.of(args), None)
 
 
 def _layers_backward_stand_in(
     input: Tensor, weights: Sequence[Tensor], h: Tensor, c: Tensor | None, output: Tensor, reserve: Tensor, *args: Any
 ) -> tuple[Tensor, ...]:
-    return _stand_in(input, weights, h, c, _given(args[3:-1]), tuple(args[-1]))
+    return _stand_in(input, weights, h, c, _Options.of(args[3:-1]), tuple(args[-1]))
 
 
 define_operator(

@@ -75,6 +75,13 @@ def copy_all(targets: Sequence[Tensor], contents: Sequence[Tensor]) -> None:
         torch._foreach_copy_(*pairs)
 
 
+def copied(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies of tensors that do not overlap, made together."""
+    made = [torch.empty_like(tensor) for tensor in tensors]
+    copy_all(made, tensors)
+    return made
+
+
 REPLACES_IN_PLACE = hasattr(torch.UntypedStorage, "_swap_data_ptr_")  # from torch 2.12 on
 
 

@@ -219,7 +219,8 @@ class GraphedModule(PlannedModule):
                     parameter.grad = parameter.grad.detach().clone()
 
     def _run_forward(self, bound: list[Tensor], undo: Undo, check: Callable[[], None] | None = None) -> tuple[Tensor, Kept]:
-        ready = self._recorded is not None and self._in_place(self._recorded, bound)
+        # Parameters, buffers and constants are where they were when the graphs were recorded.
+        ready = self._recorded is not None and in_place(bound, self._recorded.places, self._stay)
         if check is not None and (self._pending is not None or not ready):
             check()  # a call that is refused leaves the one before its backward
             check = None
@@ -265,10 +266,6 @@ class GraphedModule(PlannedModule):
             recorded.backward()
             # New tensor objects on the same memory: autograd puts these into ``.grad`` without a copy.
             return [gradient.detach() for gradient in recorded.gradients]
-
-    def _in_place(self, recorded: _Recorded, bound: list[Tensor]) -> bool:
-        """Whether parameters, buffers and constants are where they were when the graphs were recorded."""
-        return in_place(bound, recorded.places, self._stay)
 
     def _record(self, bound: list[Tensor]) -> _Recorded:
         """Run the step once, take it back, capture it."""

@@ -14,10 +14,10 @@ from graphs.as_eager.layouts import extent
 from graphs.capture import Step
 from graphs.rewriting.nodes import outputs_of
 from graphs.torch_private.names import BoxedCodeGen
-from graphs.torch_private.tensors import storage_key
+from graphs.torch_private.tensors import copied, storage_key
 from planner.execution.calls import quickest
 from planner.execution.draws import drawn, draws_from, generator_node, generator_state, repeat_draw
-from planner.execution.statistics import AT_ONCE, Update, copied, without_statistics
+from planner.execution.statistics import AT_ONCE, Update, without_statistics
 from planner.schedule import Compute, Schedule, computes
 
 
@@ -138,7 +138,7 @@ class Code:
 
     def _compute(self, op: int) -> None:
         call = self.step.calls[op]
-        update, copies = self._updates.get(op), self._copied(op)
+        update, copies = self._updates.get(op), self._statistics_for(op)
         copy = self._call(op, call) if update is None else self._update(call, update, copies)
         # What is still there stays; its second copy gets no name, so it dies with the call.
         made = {v: node for v, node in self.step.made_by(op).items() if v not in self._present}
@@ -147,7 +147,7 @@ class Code:
         for node in made.values():
             self._hold(node, there.get(node) or (copy if node is call else self.graph.node_copy(node, lambda _: copy)))
 
-    def _copied(self, op: int) -> tuple[fx.Node, ...]:
+    def _statistics_for(self, op: int) -> tuple[fx.Node, ...]:
         """The copies of statistics that ``op`` writes to; none where it makes its own."""
         if op not in self._updates:
             return ()

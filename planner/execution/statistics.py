@@ -16,7 +16,6 @@ from torch import Tensor, fx
 
 from graphs.capture import Step
 from graphs.rewriting.nodes import outputs_of
-from graphs.torch_private.tensors import copy_all
 from planner.schedule import Compute, Schedule
 from planner.simulate import simulate
 
@@ -99,7 +98,8 @@ def updates_with_room(step: Step, schedule: Schedule, cut: int) -> dict[int, Upd
     kinds = {op: _BATCH_NORMS[call.target] for op, call in enumerate(calls) if call.target in _BATCH_NORMS}
     if not kinds:
         return {}
-    made = dict(zip((r.name for r in step.results if r.kind == "buffer"), _new_buffers(step), strict=True))
+    results = zip(step.results, outputs_of(step.module.graph), strict=True)
+    made = {result.name: node for result, node in results if result.kind == "buffer"}
     names = {
         n: s.name for n, s in zip(step.module.graph.find_nodes(op="placeholder"), step.sources, strict=True) if s.kind == "buffer"
     }
@@ -122,19 +122,7 @@ def updates_with_room(step: Step, schedule: Schedule, cut: int) -> dict[int, Upd
     return updates
 
 
-def _new_buffers(step: Step) -> list[fx.Node]:
-    outputs = outputs_of(step.module.graph)
-    return [outputs[i] for i, result in enumerate(step.results) if result.kind == "buffer"]
-
-
 def _plain(nodes: tuple[Any, ...]) -> bool:
     """Whether copies are laid out as what they are copied from."""
     values = [cast(Tensor, node.meta["val"]) for node in nodes]
     return all(value.is_contiguous() and not value.is_conj() and not value.is_neg() for value in values)
-
-
-def copied(tensors: list[Tensor]) -> list[Tensor]:
-    """Copies of tensors that do not overlap, made together."""
-    made = [torch.empty_like(tensor) for tensor in tensors]
-    copy_all(made, tensors)
-    return made

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from graphs.torch_private.tensors import copy_all
+from graphs.torch_private.tensors import copied, copy_all
 
 
 class Undo:
@@ -32,8 +32,7 @@ class Undo:
 
     def replace_all(self, buffers: list[Tensor], new: list[Tensor]) -> list[Tensor]:
         """``replace`` for buffers that do not overlap, at once: with all copies in memory beside what is new."""
-        old = [torch.empty_like(buffer) for buffer in buffers]
-        copy_all(old, buffers)
+        old = copied(buffers)
         self._copied += zip(buffers, old, strict=True)
         copy_all(buffers, new)
         return old
