@@ -5,15 +5,18 @@ import copy
 import functools
 import gc
 import operator
+import os
 import pickle
 import random
 import sys
 import threading
+import traceback
 import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,6 +34,7 @@ from graphs.as_eager.layouts import _relaid, _smaller, kernels_layouts
 from graphs.capture import Inputs, Loss, Step, bind, capture
 from graphs.errors import BranchChanged, CaptureError, InputError
 from graphs.torch_private.names import FakeTensorMode, FunctionalTensor
+from graphs.tracing.refusals import place_among
 from online import budget
 from planner.execute import run_step
 from planner.plan import plan
@@ -2015,6 +2019,14 @@ def test_refusals_name_the_line():
         REFUSED["branch on data"][0]()
     with pytest.raises(CaptureError, match=r"cannot be traced.*test_capture.py:\d+: "):
         capture(Lambda(lambda m, x: square(m.linear(x) @ m.linear(x))), x8)
+
+
+def test_refusals_name_the_line_of_a_library_called_like_torch():
+    of_torch = traceback.FrameSummary(f"{Path(torch.__file__).parent}{os.sep}functional.py", 1, "f", line="of torch")
+    of_library = traceback.FrameSummary(f"{Path(torch.__file__).parent}vision{os.sep}transform.py", 2, "f", line="of torchvision")
+    of_user = traceback.FrameSummary("train.py", 3, "f", line="of the user")
+    assert place_among([of_user, of_library, of_torch]).endswith("transform.py:2: of torchvision")
+    assert place_among([of_user, of_torch]).endswith("train.py:3: of the user")
 
 
 def test_a_first_call_that_differs_sets_up_nothing():

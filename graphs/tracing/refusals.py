@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import traceback
 from collections.abc import Sequence
@@ -90,8 +91,9 @@ def place_among(frames: Sequence[traceback.FrameSummary]) -> str:
 def innermost(frames: Sequence[traceback.FrameSummary]) -> traceback.FrameSummary | None:
     """The innermost of these frames that is in the model or its libraries."""
     graphs = Path(__file__).parents[1]
-    ours = (str(Path(torch.__file__).parent), str(graphs), str(graphs.with_name("planner")))
-    others = (frame for frame in reversed(frames) if not frame.filename.startswith((*ours, "<frozen")))  # the last are imports
+    ours = (Path(torch.__file__).parent, graphs, graphs.with_name("planner"))
+    start = (*(f"{room}{os.sep}" for room in ours), "<frozen")  # torchvision is not torch; the last are imports
+    others = (frame for frame in reversed(frames) if not frame.filename.startswith(start))
     return next(others, None)
 
 
