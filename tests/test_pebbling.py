@@ -294,8 +294,10 @@ def test_plans_are_found_where_list_walks_find_none(seed: int) -> None:
     walks = WalkSearch(graph, works_bytes, 0)
     walks.start()
     assert walks.runs is None
-    plan = solve(graph, works_bytes, time_limit_s=3)
-    assert plan.status in (Status.FEASIBLE, Status.OPTIMAL)
+    limits_s = (3, 20)  # the second for a busy machine
+    assert any(
+        solve(graph, works_bytes, time_limit_s=limit_s).status in (Status.FEASIBLE, Status.OPTIMAL) for limit_s in limits_s
+    )
 
 
 @pytest.mark.parametrize("many_ops", [smallest.MANY_OPS, 0])
