@@ -146,6 +146,27 @@ def tied_case(**kwargs: Any) -> Case:
     return Case(Tied(), x, lambda model: model(x), **kwargs)
 
 
+class InTwoPlaces(nn.Module):
+    """One module in two places, whose weight another one shares, and a buffer that is a parameter, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.ModuleDict({"words": nn.Embedding(20, 8), "norm": nn.BatchNorm1d(8)})
+        self.words, self.norm = self.body["words"], self.body["norm"]
+        self.head = nn.Linear(8, 20)
+        self.head.weight = self.words.weight
+        self.register_buffer("bias", self.head.bias)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        y = self.body["norm"](self.words(ids)) + self.body["words"](ids)
+        return self.head(self.norm(y)) * self.bias
+
+
+def two_places_case() -> Case:
+    ids = torch.randint(0, 20, (6,))
+    return Case(InTwoPlaces(), ids, lambda model: square(model(ids)), square)
+
+
 def encoder_case() -> Case:
     x = torch.randn(3, 5, 8)  # attention drops out along a transposed activation
     return Case(nn.TransformerEncoderLayer(8, 2, 16, 0.15), x, lambda model: square(model(x)), square)
@@ -469,6 +490,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "lstm cells bf16": lambda: cells_case(autocast=torch.bfloat16),
     "tied": tied_case,
     "tied bf16": lambda: tied_case(autocast=torch.bfloat16),
+    "in two places": two_places_case,
     "encoder layer": encoder_case,
     "gpt2": lambda: transformers_case("gpt2"),
     "gpt2 bf16": lambda: transformers_case("gpt2", autocast=torch.bfloat16),
@@ -695,7 +717,7 @@ def test_batch_norm_takes_the_operator_that_chooses_cudnn_where_eager_does(monke
         assert_same(answer_of(step, run_by_ops(step, case.inputs)), plain)
 
 
-@pytest.mark.parametrize("name", ["cnn bf16", "lstm cells", "bert", "gpt2", "assigned buffer"])
+@pytest.mark.parametrize("name", ["cnn bf16", "lstm cells", "bert", "gpt2", "assigned buffer", "in two places"])
 def test_capture_changes_nothing(name):
     torch.manual_seed(1)
     case = CASES[name]()
@@ -805,6 +827,14 @@ def test_tied_weights_count_once():
     names = [s.name for s in step.sources if s.kind == "parameter"]
     assert names == ["a.weight", "a.bias", "b.bias", "c.bias"]
     assert [r.name for r in step.results if r.kind == "gradient"].count("a.weight") == 1
+
+
+def test_modules_in_two_places_count_once():
+    step = captured(two_places_case())
+    held = [s.name for s in step.sources if s.kind in ("parameter", "buffer")]
+    assert [name for name in held if "running" not in name and "batches" not in name] == [
+        "body.words.weight", "body.norm.weight", "body.norm.bias", "head.bias",
+    ]  # fmt: skip
 
 
 def test_parameters_in_one_storage_count_once():

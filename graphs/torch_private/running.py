@@ -86,10 +86,23 @@ def current_stream() -> int:
 
 @contextlib.contextmanager
 def holding(module: nn.Module, tensors: dict[str, Tensor]) -> Iterator[None]:
-    """Have a module hold other parameters and buffers for a while, as ``torch.func.functional_call`` does for one call. What is
-    assigned in their place meanwhile is in ``tensors`` afterwards."""
-    with _reparametrize_module(module, tensors, tie_weights=True):
+    """Have a module hold other parameters and buffers for a while, under all of their names. What is assigned in their place
+    meanwhile is in ``tensors`` afterwards.
+
+    ``torch.func.functional_call`` loses the parameters of a module that is in two places: it changes them twice, and puts back
+    what it found the second time.
+    """
+    own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    given = {id(own[name]): tensor for name, tensor in tensors.items()}
+    once = {
+        f"{path}.{key}" if path else key: given[id(tensor)]
+        for path, part in module.named_modules()
+        for key, tensor in (*part._parameters.items(), *part._buffers.items())
+        if id(tensor) in given
+    }
+    with _reparametrize_module(module, once):
         yield
+    tensors.update({name: once[name] for name in tensors})
 
 
 @contextlib.contextmanager

@@ -39,7 +39,9 @@ def state_of(model: nn.Module, loss: Loss | None, *, gradient_hooks: bool = Fals
                 f"{name or who} averages its statistics over all steps so far (momentum=None), so that each step computes with "
                 f"another number; give it a momentum"
             )
-    state: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    state = dict[str, Tensor](model.named_parameters())
+    parameters = {id(parameter) for parameter in state.values()}
+    state |= {name: buffer for name, buffer in model.named_buffers() if id(buffer) not in parameters}
     for name, tensor in state.items():
         check_tensor(name, tensor)
         if not gradient_hooks and (tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None)):

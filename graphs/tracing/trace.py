@@ -209,8 +209,8 @@ class _Attempts:
             self._since.call()
         try:
             self._beside = self._knowing()
-            with region, self._beside, self._watch.call():
-                loss = torch.func.functional_call(self.body, after, (tree_unflatten(filled, self.spec),))
+            with region, self._beside, self._watch.call(), holding(self.body, after):
+                loss = self.body(tree_unflatten(filled, self.spec))
         finally:
             self._in_call = False
         assert isinstance(loss, Tensor)
