@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import operator
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -39,7 +40,8 @@ __all__ = ["InputForm", "Inputs", "Loss", "Result", "Source", "Step", "bind", "c
 class Result:
     """What one entry of the FX output node is.
 
-    kind   "loss", "gradient" of the parameter (or buffer) ``name``, "buffer": new content of the buffer ``name``
+    kind   "loss", "gradient" of the parameter (or buffer) ``name``, "buffer": new content of the buffer ``name``, or of a
+           parameter that has no gradient
     """
 
     kind: Literal["loss", "gradient", "buffer"]
@@ -135,6 +137,12 @@ class Step:
         """What the model is told that asks its data, and where it asks; a run that needs another answer raises BranchChanged."""
         return tuple(answer_and_place(node) for node in asked_in(self.module.graph))
 
+    @property
+    def buffers(self) -> dict[str, Tensor]:
+        """Buffers of the model by name, and the parameters without gradients that its forward changes."""
+        changed = (result.name for result in self.results if result.kind == "buffer")
+        return {**dict(self.model.named_buffers()), **{name: operator.attrgetter(name)(self.model) for name in changed}}
+
     @functools.cached_property
     def _bases(self) -> frozenset[fx.Node]:
         made = {node for op in range(len(self.calls)) for node in self.made_by(op).values()}
@@ -206,7 +214,11 @@ def capture(
     with ONE_TRACE_AT_A_TIME:
         joint, watch, leftovers = trace(name, body, state, leaves, form.spec, where, autocast)
     graph = joint.module.graph
-    parameters = {key for key, _ in model.named_parameters()}  # one may be registered as a buffer, which makes it a buffer
+    names = list(state)
+    changed = {names[i] for kind, i in filter(None, joint.results) if kind == "state"}
+    # A parameter that is registered as a buffer is one, and so is one that the forward changes and that has no gradient, as those
+    # of a teacher that follows the model.
+    parameters = {key for key, tensor in model.named_parameters() if tensor.requires_grad or key not in changed}
     sources, tensors = _sources(joint, state, parameters, leaves, form)
     for node, tensor in lift_constants(joint.module):
         sources.append(Source("constant", node.name))

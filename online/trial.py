@@ -81,7 +81,7 @@ class Trials:
             measured = measure(once, self._step.device, resident_bytes, prepare=prepare, repeats=self._repeats)
             found = {"loss": measured.result.detach().to("cpu", copy=True)}
             found |= {f"grad {n}": p.grad.to("cpu", copy=True) for n, p in model.named_parameters() if p.grad is not None}
-            found |= {f"buffer {n}": b.to("cpu", copy=True) for n, b in model.named_buffers()}
+            found |= {f"buffer {n}": b.to("cpu", copy=True) for n, b in self._step.buffers.items()}
         if self._reference is None:
             self._reference = found
         return Trial(measured.time_ns, measured.peak_bytes, _largest_difference(self._reference, found))
@@ -113,7 +113,7 @@ def _largest_difference(wanted: dict[str, Tensor], found: dict[str, Tensor]) -> 
 def _as_before(step: Step) -> Iterator[Callable[[], None]]:
     """Gives a function that puts buffers back and drops gradients; at the end all is as it was, generators too."""
     model = step.model
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    buffers = [(buffer, buffer.detach().clone()) for buffer in step.buffers.values()]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
 
     @torch.no_grad()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -63,7 +64,7 @@ class StepResult:
     def write_buffers(self, model: nn.Module) -> None:
         """Give the buffers of ``model`` their new content."""
         for name, content in self.buffers.items():
-            model.get_buffer(name).copy_(content)
+            operator.attrgetter(name)(model).copy_(content)
 
 
 def lower(step: Step, schedule: Schedule) -> fx.GraphModule:

@@ -30,6 +30,7 @@ from graphs.capture import Step, capture
 from graphs.errors import BudgetExceeded, InputError, InvalidSchedule
 from graphs.ir import Graph, Op
 from graphs.torch_private.tensors import negated_view, storage_key
+from online import run as online_run
 from planner.early import in_halves
 from planner.execute import PlannedModule, PlannedStep, StepResult, lower, run_step
 from planner.execution.draws import drawn, generator_state, repeat_draw, undone_on_failure
@@ -1243,6 +1244,47 @@ def test_buffers_may_require_a_gradient_and_be_parameters() -> None:
     for name in ("layer.weight", "layer.bias", "scale", "shift"):
         ours, theirs = attrgetter(name)(model).grad, attrgetter(name)(twin).grad
         assert ours is not None and torch.equal(ours, theirs), name
+
+
+class Follower(nn.Module):
+    """A teacher that follows the model, changed in its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)))
+        self.teacher = copy.deepcopy(self.student).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            for slow, fast in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+                slow.lerp_(fast, 0.1)
+            target = self.teacher(x + 1)
+        return nn.functional.mse_loss(self.student(x), target)
+
+
+def test_a_teacher_that_follows_the_model_does_so_once_a_step() -> None:
+    model, x = Follower(), torch.randn(64, 8)
+    twin = copy.deepcopy(model)
+    planned = plan_of(model, 0.8, inputs=x)
+    assert planned.overhead is not None and planned.overhead > 0
+    module, step = planned.module(), planned.step
+    assert step is not None
+    for trained in (module, twin):
+        optimizer = torch.optim.SGD([p for p in trained.parameters() if p.requires_grad], lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            trained(x).backward()
+            optimizer.step()
+    _same(model.state_dict(), twin.state_dict())
+    online = online_run(step, planned.budget_bytes, execute=True, inputs=x)
+    assert online.outcome is not None
+    optimizer.zero_grad()
+    model.zero_grad()
+    assert torch.equal(online.outcome.write(model), twin(x).detach())
+    _same(model.state_dict(), twin.state_dict())
+    cast(Any, model.teacher[0])[0].weight.requires_grad_(True)
+    with pytest.raises(InputError, match=r"teacher\.0\.0\.weight requires a gradient, but did not"):
+        module(x)
 
 
 def test_what_is_added_to_a_module_is_the_models_and_no_part_of_the_plan() -> None:

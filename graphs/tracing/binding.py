@@ -18,9 +18,10 @@ from graphs.torch_private.tensors import SameTensors, in_forward_mode, is_functo
 class Source:
     """Where the tensor of one placeholder comes from at run time.
 
-    kind    "parameter" and "buffer" of the model (``name`` is its qualified name), "input" (``index`` into the flattened
-            inputs, ``name`` for messages), "constant" (``name`` in ``Step.constants``: a tensor the model or its loss uses
-            that is neither parameter nor buffer), "tangent" (gradient of the loss, ones unless the caller says otherwise)
+    kind    "parameter" and "buffer" of the model (``name`` is its qualified name; a parameter without a gradient that the
+            forward changes counts as a buffer), "input" (``index`` into the flattened inputs, ``name`` for messages),
+            "constant" (``name`` in ``Step.constants``: a tensor the model or its loss uses that is neither parameter nor
+            buffer), "tangent" (gradient of the loss, ones unless the caller says otherwise)
     trainable  a parameter that requires a gradient
     """
 
@@ -208,4 +209,4 @@ def _place(model: nn.Module, source: Source) -> tuple[Mapping[str, Tensor], str]
         return None
     path, _, key = source.name.rpartition(".")
     part = model.get_submodule(path)
-    return cast(Any, part._parameters if source.kind == "parameter" else part._buffers), key
+    return cast(Any, part._parameters if key in part._parameters else part._buffers), key
