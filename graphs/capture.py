@@ -376,6 +376,8 @@ def _results(
             raise CaptureError(
                 f"{name} changes its parameter {names[i]} in place during the forward; do that outside of the step"
             )
+        if kind == "state" and any(s == 0 < n - 1 for s, n in zip(state[names[i]].stride(), state[names[i]].shape, strict=True)):
+            raise CaptureError(f"{name} changes {names[i]}, which is expanded (places share memory); make it contiguous()")
         if kind == "state" and (shape := node.meta["val"].shape) != state[names[i]].shape:
             raise CaptureError(
                 f"{name} gives its buffer {names[i]} the shape {tuple(shape)} in its forward, in place of "

@@ -1520,6 +1520,51 @@ def averaging_norm() -> nn.Module:
     return nn.Sequential(linear(), nn.BatchNorm1d(8, momentum=None))
 
 
+def frozen_refused(change: Callable[[Any], object]) -> Step:
+    """Captures a step in which a parameter without a gradient changes like this."""
+
+    def forward(model, x):
+        change(model)
+        return square(model.other(model.linear(x)))
+
+    model = Lambda(forward)
+    model.other = nn.Linear(8, 8).requires_grad_(False)
+    return capture(model, x8)
+
+
+def deletes(model: Any) -> None:
+    weight = model.other.weight
+    del model.other.weight
+    model.other.weight = weight * 0.9
+
+
+def multiplies(model: Any) -> None:
+    with torch.no_grad():
+        model.other.weight *= 0.9
+
+
+def one_name_refused(name: str) -> Step:
+    """Captures a step that gives a buffer of two names another tensor under one of them."""
+
+    def forward(model, x):
+        setattr(model, name, getattr(model, name) + 1)
+        return square(model.linear(x) * model.moving * model.same)
+
+    model = Lambda(forward)
+    model.register_buffer("same", model.moving)
+    return capture(model, x8)
+
+
+def with_expanded() -> nn.Module:
+    def forward(model, x):
+        model.wide[0].add_(1)
+        return square(model.linear(x) * model.wide)
+
+    model = Lambda(forward)
+    model.register_buffer("wide", torch.zeros(1, 8).expand(4, 8))
+    return model
+
+
 REFUSED: dict[str, tuple[Callable[[], Step], str]] = {
     "padding left out": (lambda: capture(PaddedEncoder(nested=True), torch.randn(2, 5, 8)), "only what is not padded"),
     "places of a split in a tensor": (
@@ -1713,6 +1758,18 @@ REFUSED: dict[str, tuple[Callable[[], Step], str]] = {
         lambda: capture(Lambda(lambda m, x: square(Reversible.apply(m.linear(x), m.linear))), x8), "use torch.autograd.grad"
     ),
     "data assigned": (lambda: capture(Lambda(assigns_data), x8), "assigns the .data of a tensor"),
+    "frozen parameter replaced": (
+        lambda: frozen_refused(lambda m: setattr(m.other, "weight", nn.Parameter(m.other.weight * 0.9))), "replaces other.weight",
+    ),
+    "frozen parameter deleted": (lambda: frozen_refused(deletes), "replaces other.weight"),
+    "frozen parameter by an operator": (lambda: frozen_refused(multiplies), r"assigns a parameter in its forward.*mul_\(0.9\)"),
+    "frozen parameter takes on a gradient": (
+        lambda: frozen_refused(lambda m: m.other.weight.mul_(0.9).add_(m.linear.weight)), "other.weight require a gradient",
+    ),
+    "gradient asked for": (lambda: frozen_refused(lambda m: m.other.weight.requires_grad_()), "other.weight require a gradient"),
+    "one name of a buffer": (lambda: one_name_refused("moving"), "replaces moving"),
+    "other name of a buffer": (lambda: one_name_refused("same"), "replaces moving"),
+    "expanded buffer": (lambda: capture(with_expanded(), x8), r"changes wide, which is expanded.*contiguous\(\)"),
     "default dtype": (lambda: capture(Lambda(in_double), x8), "sets another default dtype in its forward.*its dtype"),
     "default dtype in the backward": (
         lambda: with_a_hook(lambda m, gradient: torch.set_default_dtype(torch.float64)), "default dtype in its backward"

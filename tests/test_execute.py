@@ -1118,6 +1118,29 @@ def test_batch_norm_may_run_twice_before_one_backward(norm: nn.Module) -> None:
     _same(model.state_dict(), twin.state_dict())
 
 
+def test_the_backward_may_read_the_old_content_of_an_assigned_buffer_through_a_view() -> None:
+    class Replaces(nn.Module):
+        b: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+            self.register_buffer("b", torch.randn(3, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.layer(x) * self.b[0]
+            self.b = self.b + 1
+            return y.sin().sum()
+
+    torch.manual_seed(0)
+    model, x = Replaces(), torch.randn(5, 4)
+    twin, step = copy.deepcopy(model), capture(model, x)
+    PlannedModule(step, keep_all(step.graph), PLENTY)(x).backward()
+    twin(x).backward()
+    _same({n: p.grad for n, p in model.named_parameters()}, {n: p.grad for n, p in twin.named_parameters()})
+    _same(model.state_dict(), twin.state_dict())
+
+
 def test_old_and_new_content_of_a_buffer_may_both_be_read_late() -> None:
     """The new content is a view, so the old one cannot change places with it: that costs a copy, which counts."""
 
@@ -1282,7 +1305,12 @@ def test_a_teacher_that_follows_the_model_does_so_once_a_step() -> None:
     model.zero_grad()
     assert torch.equal(online.outcome.write(model), twin(x).detach())
     _same(model.state_dict(), twin.state_dict())
-    cast(Any, model.teacher[0])[0].weight.requires_grad_(True)
+    first, second = (cast(Any, model.teacher[i])[0] for i in (0, 1))
+    own, second.weight = second.weight, first.weight
+    with pytest.raises(InputError, match="shares its memory with"):
+        module(x)
+    second.weight = own
+    first.weight.requires_grad_(True)
     with pytest.raises(InputError, match=r"teacher\.0\.0\.weight requires a gradient, but did not"):
         module(x)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -43,13 +44,14 @@ def lift_constants(module: fx.GraphModule) -> list[tuple[fx.Node, Tensor]]:
 def read_sources_directly(graph: fx.Graph) -> None:
     """Take the copies of placeholders away that tracing puts before a buffer is replaced: nothing is written in this graph.
 
-    One that is an output stays, since an output has memory of its own.
+    One that is an output stays, since an output has memory of its own, and so does one with views, which lie in its memory.
     """
     returned = set(graph.output_node().all_input_nodes)
+    lying = Counter(storage_key(tensor) for node in graph.nodes for tensor in tensors_of(node))
     for node in graph.find_nodes(op="call_function", target=aten.clone.default):
         source = node.all_input_nodes[0]
         if source.op == "placeholder" and not node.kwargs and node not in returned:
-            if source.meta["val"].stride() != node.meta["val"].stride():
+            if source.meta["val"].stride() != node.meta["val"].stride() or lying[storage_key(node.meta["val"])] > 1:
                 continue
             node.replace_all_uses_with(source)
             graph.erase_node(node)

@@ -85,24 +85,26 @@ def current_stream() -> int:
 
 
 @contextlib.contextmanager
-def holding(module: nn.Module, tensors: dict[str, Tensor]) -> Iterator[None]:
+def holding(module: nn.Module, tensors: dict[str, Any]) -> Iterator[None]:
     """Have a module hold other parameters and buffers for a while, under all of their names. What is assigned in their place
-    meanwhile is in ``tensors`` afterwards.
+    meanwhile is in ``tensors`` afterwards; None where it is not the same under all names of one tensor.
 
     ``torch.func.functional_call`` loses the parameters of a module that is in two places: it changes them twice, and puts back
     what it found the second time.
     """
     own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    given = {id(own[name]): tensor for name, tensor in tensors.items()}
-    once = {
-        f"{path}.{key}" if path else key: given[id(tensor)]
-        for path, part in module.named_modules()
-        for key, tensor in (*part._parameters.items(), *part._buffers.items())
-        if id(tensor) in given
-    }
+    names = {id(own[name]): name for name in tensors}
+    places: dict[str, list[str]] = {name: [] for name in tensors}
+    for path, part in module.named_modules():
+        for key, tensor in (*part._parameters.items(), *part._buffers.items()):
+            if id(tensor) in names:
+                places[names[id(tensor)]].append(f"{path}.{key}" if path else key)
+    once = {place: tensors[name] for name, found in places.items() for place in found}
     with _reparametrize_module(module, once):
         yield
-    tensors.update({name: once[name] for name in tensors})
+    for name, found in places.items():
+        now = {id(once[place]): once[place] for place in found}
+        tensors[name] = now.popitem()[1] if len(now) == 1 else None
 
 
 @contextlib.contextmanager

@@ -91,13 +91,17 @@ class Binding:
         self._given = [(i, source) for i, source in enumerate(sources) if source.kind not in ("parameter", "buffer")]
         first: dict[int, int] = {}
         self._shared = [(first[v], i) for i, v in enumerate(values) if first.setdefault(v, i) != i]
-        # Buffers that change, and what else may lie there (no parameters), with their Values.
+        # Buffers that change, and what else may lie there, with their Values. Parameters with gradients lie nowhere but with
+        # other parameters.
         self._written: list[tuple[int, int]] = []
         self._beside: list[tuple[int, int]] = []
+        written = [source.kind == "buffer" and source.name in changed for source in sources]
+        holders = [place[0].get(place[1]) for w, place in zip(written, self._places, strict=True) if w and place is not None]
+        everywhere = any(isinstance(tensor, nn.Parameter) for tensor in holders)
         for i, (source, value) in enumerate(zip(sources, values, strict=True)):
-            if source.kind == "buffer" and source.name in changed:
+            if written[i]:
                 self._written.append((i, value))
-            elif source.kind in ("buffer", "input", "constant"):
+            elif source.kind != "tangent" and (everywhere or not source.trainable):
                 self._beside.append((i, value))
         self._like_before = SameTensors()  # what was bound last and found right, the tangent aside
         self._tangent = next((i for i, source in enumerate(sources) if source.kind == "tangent"), None)

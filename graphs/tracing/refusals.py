@@ -51,6 +51,11 @@ def refusal(name: str, error: Exception) -> CaptureError:
         )
     if isinstance(error, SyntaxError) and "aten.random.from(" in (error.text or ""):  # ``from`` is a keyword
         return CaptureError(f"{name} calls random_ with two bounds, which PyTorch's tracer cannot write down; call torch.randint")
+    if isinstance(error, TypeError) and "cannot assign" in str(error) and "as parameter" in str(error):
+        return CaptureError(
+            f"{name} assigns a parameter in its forward{_place(error)}; write into it in place, under torch.no_grad() and by a "
+            f"method (parameter.mul_(0.9))"
+        )
     if "entirely functional graph" in str(error):
         return CaptureError(written_elsewhere(name))
     if "ViewBaseAOTInput" in str(error) or "non-differentiable view input mutations" in str(error):

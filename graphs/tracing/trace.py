@@ -110,6 +110,7 @@ class _Attempts:
         self.where = where
         self.autocast = autocast
         self._slots = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        self._parameters = {key for key, _ in body.model.named_parameters()}
         self._watch, self._caches = Watch(name, body), Caches(body)
         # Buffers that the forward gives other tensors. It may read the old ones: these are kept apart.
         self._assigned: set[str] = set()
@@ -201,7 +202,7 @@ class _Attempts:
         buffers = [(given[f"model.{key}"], t) for key, t in self.state.items() if not isinstance(t, nn.Parameter)]
         self._examples = [*zip(tensors_now, (self.leaves[i] for i in self._slots), strict=True), *buffers]
         passed = {key: tensor.clone() if key in self._assigned else tensor for key, tensor in given.items()}
-        after = dict(passed)
+        after = dict[str, Any](passed)
         # The backward stays outside of the region, as it does in a training loop.
         region = contextlib.nullcontext() if self.autocast is None else torch.autocast(self.where.type, dtype=self.autocast)
         self._in_call = True
@@ -216,9 +217,15 @@ class _Attempts:
         assert isinstance(loss, Tensor)
         _refuse_other_gradients(self.name, loss)
         for key in given:
+            own = key.removeprefix("model.")
             if after[key] is not passed[key]:
-                _assigned(self.name, key.removeprefix("model."), given[key], after[key])
+                _assigned(self.name, own, given[key], None if own in self._parameters else after[key])
                 self._assigned.add(key)
+            elif passed[key].requires_grad and not self.state[own].requires_grad:
+                raise CaptureError(
+                    f"{self.name} makes {own} require a gradient in its forward, or changes it by what requires one; change it "
+                    f"under torch.no_grad(), and call requires_grad_ outside of the step"
+                )
         return loss
 
     @contextlib.contextmanager
@@ -272,9 +279,10 @@ def _refuse_other_gradients(name: str, loss: Tensor) -> None:
 
 
 def _assigned(name: str, key: str, before: Tensor, after: object) -> None:
-    """A forward that assigns a buffer anew means the same as one that writes into it."""
+    """A forward that assigns a buffer anew means the same as one that writes into it. A new parameter may require a gradient, and
+    with a tensor of several names that are not all given the new one, these are no more one."""
     same = isinstance(after, Tensor) and (after.shape, after.dtype, after.device) == (before.shape, before.dtype, before.device)
-    if isinstance(before, nn.Parameter) or not same or not isinstance(after, Tensor):
+    if not same or not isinstance(after, Tensor):
         raise CaptureError(f"{name} replaces {key} in its forward by something else; write into it in place")
     with torch.no_grad():
         before.copy_(after)
