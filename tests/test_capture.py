@@ -2370,6 +2370,11 @@ def test_bind_notices_what_lies_in_the_memory_of_a_buffer_that_changes() -> None
     model.other = model.moving
     with pytest.raises(InputError, match=r"^moving, which the step changes, shares its memory with other, but did not"):
         bind(apart, x8)
+    model.other = torch.ones(8, requires_grad=True)
+    trainable = capture(model, x8)
+    model.other = model.moving.detach().requires_grad_()
+    with pytest.raises(InputError, match=r"^moving, which the step changes, shares its memory with other, but did not"):
+        bind(trainable, x8)
 
 
 def test_bind_ignores_what_no_forward_read():

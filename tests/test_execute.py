@@ -31,6 +31,7 @@ from graphs.errors import BudgetExceeded, InputError, InvalidSchedule
 from graphs.ir import Graph, Op
 from graphs.torch_private.tensors import negated_view, storage_key
 from online import run as online_run
+from online.trial import Trials
 from planner.early import in_halves
 from planner.execute import PlannedModule, PlannedStep, StepResult, lower, run_step
 from planner.execution.draws import drawn, generator_state, repeat_draw, undone_on_failure
@@ -1304,6 +1305,9 @@ def test_a_teacher_that_follows_the_model_does_so_once_a_step() -> None:
     optimizer.zero_grad()
     model.zero_grad()
     assert torch.equal(online.outcome.write(model), twin(x).detach())
+    _same(model.state_dict(), twin.state_dict())
+    trials = Trials(step, x)
+    assert trials.planned(planned).max_grad_error == 0
     _same(model.state_dict(), twin.state_dict())
     first, second = (cast(Any, model.teacher[i])[0] for i in (0, 1))
     own, second.weight = second.weight, first.weight

@@ -101,7 +101,7 @@ class Binding:
         for i, (source, value) in enumerate(zip(sources, values, strict=True)):
             if written[i]:
                 self._written.append((i, value))
-            elif source.kind != "tangent" and (everywhere or not source.trainable):
+            elif source.kind != "tangent" and (everywhere or source.kind != "parameter" or not source.trainable):
                 self._beside.append((i, value))
         self._like_before = SameTensors()  # what was bound last and found right, the tangent aside
         self._tangent = next((i for i, source in enumerate(sources) if source.kind == "tangent"), None)
