@@ -140,8 +140,8 @@ class Step:
     @property
     def buffers(self) -> dict[str, Tensor]:
         """Buffers of the model by name, and the parameters without gradients that its forward changes."""
-        changed = (result.name for result in self.results if result.kind == "buffer")
-        return {**dict(self.model.named_buffers()), **{name: operator.attrgetter(name)(self.model) for name in changed}}
+        changed = {name: operator.attrgetter(name)(self.model) for name in _changed(self.results)}
+        return {**dict(self.model.named_buffers()), **changed}
 
     @functools.cached_property
     def _bases(self) -> frozenset[fx.Node]:
@@ -156,9 +156,8 @@ class Step:
     def _binding(self) -> Binding:
         placeholders = self.module.graph.find_nodes(op="placeholder")
         values = [self.value_of[node] for node in placeholders]
-        changed = {result.name for result in self.results if result.kind == "buffer"}
         wanted = [node.meta["val"] for node in placeholders]
-        return Binding(self.model, self.sources, self.constants, wanted, values, changed)
+        return Binding(self.model, self.sources, self.constants, wanted, values, _changed(self.results))
 
 
 def capture(
@@ -399,6 +398,11 @@ def _results(
     return results
 
 
+def _changed(results: Iterable[Result]) -> set[str]:
+    """Names of the buffers that get new content."""
+    return {result.name for result in results if result.kind == "buffer"}
+
+
 def _refuse_late_writes(name: str, graph: fx.Graph, sources: Sequence[Source], results: Sequence[Result]) -> None:
     """Refuse a backward that writes to what was there before the step. Where it alone does, that is a call that nobody reads;
     where the forward does too, the new content is made in the backward."""
@@ -416,7 +420,7 @@ def _refuse_shared_constants(
 ) -> None:
     """Refuse that a tensor the tracer knows nothing of shows what a buffer holds that changes: a step would read the old content
     where the forward reads the new one. Parts of one memory that do not overlap may be used."""
-    new = {result.name for result in results if result.kind == "buffer"}
+    new = _changed(results)
     found = [(source, memory_of(tensor)) for source, tensor in zip(sources, tensors, strict=True) if tensor is not None]
     for buffer, lies in found:
         for other, reads in found if buffer.kind == "buffer" and buffer.name in new else ():
@@ -429,7 +433,7 @@ def _refuse_shared_constants(
 
 def _refuse_turns(name: str, graph: fx.Graph, sources: Sequence[Source], results: Sequence[Result]) -> None:
     """Refuse an answer of the example that the step itself changes: the next call is told another one."""
-    new = {result.name for result in results if result.kind == "buffer"}
+    new = _changed(results)
     changed = {n: s.name for n, s in zip(graph.find_nodes(op="placeholder"), sources, strict=True) if s.name in new}
     for asked in asked_in(graph) if changed else ():
         for call in _calls_behind([asked], frozenset()) if asked.args[3] else ():

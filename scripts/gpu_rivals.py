@@ -60,7 +60,7 @@ class Bench:
     def __init__(self, step: Step, inputs: Any, *, repeats: int, seed: int = 0) -> None:
         self.step, self.inputs = step, inputs
         self._repeats, self._seed = repeats, seed
-        self._buffers = [(buffer, buffer.detach().clone()) for buffer in step.model.buffers()]
+        self._buffers = [(buffer, buffer.detach().clone()) for buffer in step.buffers.values()]
         self._reference: dict[str, Tensor] | None = None
         self._losses: list[Tensor] = []
         self._resident_bytes = resident_before_backward(step)
@@ -202,7 +202,7 @@ class Bench:
         model = self.step.model
         grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
         found = {"loss": loss.detach()} | {f"grad {n}": g for n, g in grads.items()}
-        buffers = {f"buffer {n}": b for n, b in model.named_buffers()}
+        buffers = {f"buffer {n}": b for n, b in self.step.buffers.items()}
         if self._reference is None:
             self._reference = {n: t.detach().clone() for n, t in (found | buffers).items()}
         wanted = self._reference

@@ -92,17 +92,15 @@ def holding(module: nn.Module, tensors: dict[str, Any]) -> Iterator[None]:
     ``torch.func.functional_call`` loses the parameters of a module that is in two places: it changes them twice, and puts back
     what it found the second time.
     """
-    own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    names = {id(own[name]): name for name in tensors}
-    places: dict[str, list[str]] = {name: [] for name in tensors}
+    places: dict[int, list[str]] = {}  # of each tensor
     for path, part in module.named_modules():
         for key, tensor in (*part._parameters.items(), *part._buffers.items()):
-            if id(tensor) in names:
-                places[names[id(tensor)]].append(f"{path}.{key}" if path else key)
-    once = {place: tensors[name] for name, found in places.items() for place in found}
+            places.setdefault(id(tensor), []).append(f"{path}.{key}" if path else key)
+    known = {name: found for found in places.values() for name in found if name in tensors}
+    once = {place: tensors[name] for name, found in known.items() for place in found}
     with _reparametrize_module(module, once):
         yield
-    for name, found in places.items():
+    for name, found in known.items():
         now = {id(once[place]): once[place] for place in found}
         tensors[name] = now.popitem()[1] if len(now) == 1 else None
 

@@ -219,7 +219,7 @@ class _Attempts:
         for key in given:
             own = key.removeprefix("model.")
             if after[key] is not passed[key]:
-                _assigned(self.name, own, given[key], None if own in self._parameters else after[key])
+                _assigned(self.name, own, given[key], after[key], is_parameter=own in self._parameters)
                 self._assigned.add(key)
             elif passed[key].requires_grad and not self.state[own].requires_grad:
                 raise CaptureError(
@@ -278,11 +278,11 @@ def _refuse_other_gradients(name: str, loss: Tensor) -> None:
             )
 
 
-def _assigned(name: str, key: str, before: Tensor, after: object) -> None:
+def _assigned(name: str, key: str, before: Tensor, after: object, *, is_parameter: bool) -> None:
     """A forward that assigns a buffer anew means the same as one that writes into it. A new parameter may require a gradient, and
     with a tensor of several names that are not all given the new one, these are no more one."""
     same = isinstance(after, Tensor) and (after.shape, after.dtype, after.device) == (before.shape, before.dtype, before.device)
-    if not same or not isinstance(after, Tensor):
+    if is_parameter or not same or not isinstance(after, Tensor):
         raise CaptureError(f"{name} replaces {key} in its forward by something else; write into it in place")
     with torch.no_grad():
         before.copy_(after)
