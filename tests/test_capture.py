@@ -1994,8 +1994,14 @@ def test_a_function_that_remembers_again_is_looked_at_again():
 
 @pytest.mark.parametrize(("imports", "scans"), [(False, 1), (True, 7)])
 def test_all_objects_are_looked_through_once_unless_something_is_imported(imports, scans, monkeypatch):
-    found, objects = [], gc.get_objects
-    monkeypatch.setattr(gc, "get_objects", lambda: found.append(None) or objects())
+    found, referrers = [], gc.get_referrers
+
+    def looked_through(*things):
+        if things == (type(remembered_mask),):
+            found.append(None)
+        return referrers(*things)
+
+    monkeypatch.setattr(gc, "get_referrers", looked_through)
 
     def branches(model, x):
         if imports:
@@ -2005,6 +2011,35 @@ def test_all_objects_are_looked_through_once_unless_something_is_imported(import
     with pytest.raises(CaptureError, match="branches on data"):  # in several attempts
         capture(Lambda(branches), x8)
     assert len(found) == scans
+
+
+def test_where_nothing_is_left_nothing_is_looked_for(monkeypatch):
+    """A trace that ends has dropped all of its tensors by itself; to collect garbage took longer than the rest of a small one."""
+    asked = []
+    for name in ("collect", "get_referrers"):
+        monkeypatch.setattr(gc, name, lambda *_, name=name: asked.append(name) or [])
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 8))
+    capture(model, (x8, torch.arange(len(x8))), loss=F.cross_entropy)
+    assert not asked
+
+
+LOOP: list[object] = []
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_lists_may_hold_themselves(fails):
+    LOOP[:] = [LOOP, (LOOP,)]
+
+    def forward(model, x):
+        CACHE[0] = model.linear(x)
+        if fails:
+            raise ValueError("as it is")
+        return square(CACHE[0])
+
+    CACHE.clear()
+    with pytest.raises(CaptureError, match="ValueError: as it is") if fails else contextlib.nullcontext():
+        capture(Lambda(forward), x8)
+    assert not CACHE and LOOP[0] is LOOP
 
 
 def test_views_of_a_constant_take_no_memory():

@@ -15,7 +15,7 @@ import sys
 import types
 import weakref
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Iterator, MutableMapping, Set
+from collections.abc import Collection, Iterable, Iterator, MutableMapping, Set
 from typing import Any
 
 from torch import nn
@@ -51,32 +51,37 @@ class Caches:
 
     def forget_traced(self, known: Set[int] = frozenset()) -> None:
         """Put back entries that are tensors of a trace, which has ended. ``known``: ids of others that hold such."""
-
-        def is_traced(value: object) -> bool:
-            return id(value) in known or _is_traced(value)
-
         for box, before in self._before:
             if isinstance(before, list):
-                if any(map(is_traced, box)):
+                if _are_traced(box, known):
                     fill(box, before)
                 continue
-            for key in [key for key, value in _entries(box).items() if is_traced(value)]:
-                put(box, key, before[key]) if key in before else take(box, key)
+            now = _entries(box)
+            if _are_traced(now.values(), known):
+                for key in [key for key, value in now.items() if _are_traced([value], known)]:
+                    put(box, key, before[key]) if key in before else take(box, key)
         if self._modules != len(sys.modules):  # else there are no others: looking through all objects takes long
-            self._functions = [one for one in gc.get_objects() if type(one) is _Remembering]
+            self._functions = [one for one in gc.get_referrers(_Remembering) if type(one) is _Remembering]
             self._modules = len(sys.modules)
-        for function in self._functions:
-            of_library = _is_library(function.__module__ or "")
-            if of_library and function.cache_info() == _looked_at.get(function):  # nobody has asked it since
-                continue
-            held: list[Any] = [function]
-            for _ in range(_LEVELS):
-                held = [one for value in held for one in gc.get_referents(value) if not isinstance(value, nn.Module)]
-                if any(map(is_traced, held)):
+        libraries = [one for one in self._functions if _is_library(one.__module__ or "")]
+        unasked = {id(one) for one in libraries if one.cache_info() == _looked_at.get(one)}  # since they were looked at
+        functions = [one for one in self._functions if id(one) not in unasked]
+        if _remember_traced(functions, known):
+            for function in functions:
+                if _remember_traced([function], known):
                     function.cache_clear()
-                    break
-            if of_library:
-                _looked_at[function] = function.cache_info()
+        _looked_at.update((one, one.cache_info()) for one in libraries)
+
+
+def _remember_traced(functions: list[Any], known: Set[int]) -> bool:
+    """Whether tensors of a trace are among what they have returned, or were given."""
+    held = functions
+    for _ in range(_LEVELS):
+        inside = gc.get_referents(*(one for one in held if not isinstance(one, nn.Module)))
+        held = list({id(one): one for one in inside}.values())  # all functions refer to their type
+        if _are_traced(held, known):
+            return True
+    return False
 
 
 def _entries(box: Any) -> dict[Any, Any]:
@@ -142,7 +147,13 @@ def _is_library(module: str) -> bool:
     return module.partition(".")[0] in _LIBRARIES
 
 
-def _is_traced(value: Any) -> bool:
-    """Whether it is a tensor of a trace, or a tuple or list with one."""
-    kind = type(value)
-    return kind is FunctionalTensor or (issubclass(kind, tuple | list) and any(map(_is_traced, value)))
+def _are_traced(values: Collection[Any], known: Set[int]) -> bool:
+    """Whether one of these is a tensor of a trace, is known to hold some, or is a tuple or list with such a one."""
+    seen: set[int] = set()  # a list may be in itself
+    while values:
+        if FunctionalTensor in set(map(type, values)) or not known.isdisjoint(map(id, values)):
+            return True
+        listed = [value for value in values if issubclass(type(value), tuple | list) and id(value) not in seen]
+        seen.update(map(id, listed))
+        values = [one for several in listed for one in several]
+    return False
