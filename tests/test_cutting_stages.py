@@ -940,10 +940,10 @@ def test_a_search_in_the_order_of_another_neither_anneals_nor_is_guided(nested: 
     assert asked == ([] if nested else ["annealing", "guide"])
 
 
-@pytest.mark.parametrize("seed", [6, 8])
+@pytest.mark.parametrize("seed", [2, 8])
 def test_the_smallest_budget_is_told_to_the_byte(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where neither walks nor short searches for small peaks find anything, nor prove that there is nothing."""
-    graph = random_training(14, seed)
+    graph = random_training(16, seed)
     least_bytes, schedule = least_peak(graph, states=400_000, time_limit_s=60)
     assert schedule is not None and simulate(graph, schedule).peak_bytes == least_bytes
     assert least_peak(graph, states=first_schedules.PEBBLE_STATES)[0] < least_bytes

@@ -9,6 +9,9 @@ with least(∅) = the resident bytes, and least(the graph's outputs) bounds the 
 with weights (Sethi, 1975). A bottleneck-shortest-path search from the outputs visits the sets in order of their peak, so
 wherever it stops, the peak it has come to is proved. Where it arrives at ∅, its path backwards is a sequence with that peak.
 
+Any set has a bound of its own, from the last runs of all that makes its members (``together_bytes``); without it, the search
+tries all ways to put off what has to come.
+
 A subset needs no more than the set. So where a member can be made again from the other ones within the peak already paid, by
 running its missing ancestors in op order, that is what its last making may be, and nothing else needs to be tried: sets shrink
 to what is hard to come by. With the peak paid in advance, a budget, the same search finds schedules where next to nothing fits
@@ -161,6 +164,11 @@ class _Backwards:
                 if proves is not None:
                     proves(peak)
             present = self._outputs.copy() if op < 0 else self._before(self._members(visited[after]), op)
+            if (together := resident + self._kernels.together_bytes(sets, present)) > level_bytes:
+                if most_bytes is None or together <= most_bytes:
+                    count += 1
+                    heapq.heappush(heap, (together, -count, after, op))
+                continue
             dropped = self._shrink(present, level_bytes - resident, stays, deadline)
             if dropped is None:
                 return level_bytes, None

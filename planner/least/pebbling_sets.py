@@ -203,6 +203,26 @@ def shrink(s: Sets, present: Flags, most_bytes: int, stays: Flags, work: int) ->
 
 
 @njit
+def together_bytes(s: Sets, present: Flags) -> int:
+    """No schedule gets by with less, beside what is resident, to have all of a set in memory at once.
+
+    Take the last runs of the ops that make its members. While the i-th of them runs, what the ones before it have made is there,
+    and the op's own inputs, outputs and workspace. In the order in which the most of that is least, ops that need much beside the
+    members that they make come first (Liu, 1987, for the children of a node).
+    """
+    makers = last_makers(s, present, 0)
+    order = np.argsort(-s.needs[:makers])
+    made_bytes = most_bytes = 0
+    for i in order:
+        v = s.ops[i]
+        for a in range(s.out_rows[v], s.out_rows[v + 1]):
+            if present[s.outputs[a]]:
+                made_bytes += s.size[s.outputs[a]]
+        most_bytes = max(most_bytes, made_bytes + s.needs[i])
+    return most_bytes
+
+
+@njit
 def last_makers(s: Sets, present: Flags, held_bytes: int) -> int:
     """The ops that may have made a member last; their number.
 
