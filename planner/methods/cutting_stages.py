@@ -452,6 +452,8 @@ def _look_further(search: StageSearch, round_: _Round) -> Reached | None:
 
 def _by_all_means(search: StageSearch) -> None:
     """Look for better schedules where the best one is far from the bound, and for any where there is none."""
+    if search.trained and (search.best is None or search.is_far):
+        search.pass_again()
     if search.is_far:
         if search.trained:
             shorten(search)

@@ -15,10 +15,12 @@ from planner.on_demand import annealed_walks, walk_search
 from planner.schedule import computes, first_runs, in_graph_order, with_frees
 from planner.stages.coarsening import Coarse, coarsen
 from planner.stages.exhaustive import Exhaustive
+from planner.walks.second_passes import second_passes
 
 if TYPE_CHECKING:
     from planner.walks.walk_search import WalkSearch
 
+SECOND_SHARE = 0.1  # of the time left, for second passes
 BEYOND_WORK = 200_000  # of list walks between two looks at the clock
 APART = 1_000_000_000  # between their seed and that of others
 # Shares of the keep-all time and of the budget that an op of the coarser graph may lose, and of the time left for making that.
@@ -128,6 +130,15 @@ class StageSearch(Incumbent):
         if in_graph_order(sequence):
             self.walks.follow(sequence, work, deadline=min(until, self.deadline))
             self.take_walk()
+
+    def pass_again(self) -> None:
+        """Let list walks begin from second passes, for a share of the time left."""
+        until = time.perf_counter() + SECOND_SHARE * self.left_s
+        for runs in second_passes(self.graph, self.budget_bytes):
+            if time.perf_counter() < until:
+                self.walks.follow(runs, held=True, deadline=until)
+        self.tell_cut_short(time.perf_counter() >= until)
+        self.take_walk()
 
     def walk_beyond(self, solved: threading.Event, until: float, more: Callable[[], Sequence[int] | None]) -> None:
         """Go on until a solver is done, or that time comes, from the sequences that ``more`` has, too."""

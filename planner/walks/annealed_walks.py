@@ -56,9 +56,9 @@ class AnnealedWalks(WalkSearch):
                 self._anneal(best.tolist(), moves, (COOLER[self._short_runs],), deadline)
                 self._short_runs += 1
 
-    def follow(self, runs: Sequence[int], work: int = 0, *, deadline: float = math.inf) -> None:
+    def follow(self, runs: Sequence[int], work: int = 0, *, held: bool = False, deadline: float = math.inf) -> None:
         """As for walks alone; annealing does its part of the work, from the same sequence."""
-        super().follow(runs, work // WALKS, deadline=deadline)
+        super().follow(runs, work // WALKS, held=held, deadline=deadline)
         for _ in range(work // MEND_MOVES):
             if time.perf_counter() < deadline:
                 self._anneal(runs, MEND_MOVES, (MEND[self._mended % len(MEND)],), deadline)

@@ -124,17 +124,20 @@ class WalkSearch:
                         if one and walked.complete:
                             return
 
-    def follow(self, runs: Sequence[int], work: int = 0, *, deadline: float = math.inf) -> None:
+    def follow(self, runs: Sequence[int], work: int = 0, *, held: bool = False, deadline: float = math.inf) -> None:
         """Follow a sequence that holds every op, first ones in graph order (crosses rely on one order); its memory need not fit.
 
         work      for changes of what this leads to, before it is compared with older leads, on which more was spent
+        held      whether the graph's outputs stay once they are made, but for those that the sequence makes again
         deadline  as ``time.perf_counter`` tells it; no walk begins after it
         """
         route = self._walk.route(runs)
+        weights = np.where(self._is_output, HELD, 1.0) if held else None
         found = []
         for far in FAR:
             if time.perf_counter() < deadline:
-                found.append(self._settle(self._walk.follow(route, far=far, deadline=deadline), far, deadline))
+                walked = self._walk.follow(route, far=far, weights=weights, deadline=deadline)
+                found.append(self._settle(walked, far, deadline))
         if found:
             self._followed = self._grow(min(found, key=lambda lead: lead.merit), work, deadline)
 
