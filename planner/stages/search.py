@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from planner.walks.walk_search import WalkSearch
 
 SECOND_SHARE = 0.1  # of the time left, for second passes
+IDLE_PASSES = 3  # so many of them in a row that lead to nothing better, where something fits, are the last ones
 BEYOND_WORK = 200_000  # of list walks between two looks at the clock
 APART = 1_000_000_000  # between their seed and that of others
 # Shares of the keep-all time and of the budget that an op of the coarser graph may lose, and of the time left for making that.
@@ -134,9 +135,12 @@ class StageSearch(Incumbent):
     def pass_again(self) -> None:
         """Let list walks begin from second passes, for a share of the time left."""
         until = time.perf_counter() + SECOND_SHARE * self.left_s
+        idle, before_ns = 0, self.walks.time_ns
         for runs in second_passes(self.graph, self.budget_bytes):
-            if time.perf_counter() < until:
+            if time.perf_counter() < until and idle < IDLE_PASSES:
                 self.walks.follow(runs, held=True, deadline=until)
+                idle = 0 if self.walks.time_ns < before_ns else idle + (before_ns < math.inf)
+                before_ns = self.walks.time_ns
         self.tell_cut_short(time.perf_counter() >= until)
         self.take_walk()
 
