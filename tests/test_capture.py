@@ -2026,6 +2026,42 @@ def test_where_nothing_is_left_nothing_is_looked_for(monkeypatch):
 LOOP: list[object] = []
 
 
+class _Unhashable(type):
+    __hash__ = None
+
+    def __eq__(cls, other):
+        return cls is other
+
+
+class Contrary(metaclass=_Unhashable):
+    @property
+    def __class__(self):
+        raise RuntimeError("there is none")
+
+
+@functools.lru_cache
+def remembered_contrary() -> Contrary:
+    return Contrary()
+
+
+CONTRARY: list[object] = []
+
+
+def test_objects_may_answer_nothing():
+    CONTRARY[:] = [Contrary(), (remembered_contrary(),)]
+
+    def fails(model, x):
+        CACHE[0] = model.linear(x)
+        raise ValueError("as it is")
+
+    CACHE.clear()
+    with pytest.raises(CaptureError, match="ValueError: as it is"):
+        capture(Lambda(fails), x8)
+    assert not CACHE
+    CONTRARY.clear()
+    remembered_contrary.cache_clear()
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_lists_may_hold_themselves(fails):
     LOOP[:] = [LOOP, (LOOP,)]

@@ -37,7 +37,7 @@ class Caches:
     """What is in the places that the forward of ``body`` may fill, before it is traced."""
 
     def __init__(self, body: nn.Module) -> None:
-        self._before = [(box, list(box) if isinstance(box, list | deque) else _entries(box)) for box in _boxes(body)]
+        self._before = [(box, list(box) if is_a(box, list, deque) else _entries(box)) for box in _boxes(body)]
         self._functions: list[Any] = []
         self._modules = 0  # that were imported when these were looked for
 
@@ -77,7 +77,7 @@ def _remember_traced(functions: list[Any], known: Set[int]) -> bool:
     """Whether tensors of a trace are among what they have returned, or were given."""
     held = functions
     for _ in range(_LEVELS):
-        inside = gc.get_referents(*(one for one in held if not isinstance(one, nn.Module)))
+        inside = gc.get_referents(*(one for one in held if not is_a(one, nn.Module)))
         held = list({id(one): one for one in inside}.values())  # all functions refer to their type
         if _are_traced(held, known):
             return True
@@ -85,7 +85,7 @@ def _remember_traced(functions: list[Any], known: Set[int]) -> bool:
 
 
 def _entries(box: Any) -> dict[Any, Any]:
-    return dict(box if isinstance(box, dict) else attributes_of(box))
+    return dict(box if is_a(box, dict) else attributes_of(box))
 
 
 def _boxes(body: nn.Module) -> Iterator[Any]:
@@ -151,9 +151,9 @@ def _are_traced(values: Collection[Any], known: Set[int]) -> bool:
     """Whether one of these is a tensor of a trace, is known to hold some, or is a tuple or list with such a one."""
     seen: set[int] = set()  # a list may be in itself
     while values:
-        if FunctionalTensor in set(map(type, values)) or not known.isdisjoint(map(id, values)):
+        if id(FunctionalTensor) in map(id, map(type, values)) or not known.isdisjoint(map(id, values)):
             return True
-        listed = [value for value in values if issubclass(type(value), tuple | list) and id(value) not in seen]
+        listed = [value for value in values if is_a(value, tuple, list) and id(value) not in seen]
         seen.update(map(id, listed))
         values = [one for several in listed for one in several]
     return False
