@@ -59,7 +59,7 @@ def test_few_checkpoints_of_many_layers_stop_at_the_time_limit() -> None:
     graph = chain(3_000)  # 4.5 million runs with one checkpoint
     for time_limit_s in (0.0, 1.0):
         taken_s = stopwatch()
-        found = revolve(graph, 4, time_limit_s=time_limit_s)
+        found = solve(graph, 4, method="revolve", time_limit_s=time_limit_s)
         assert taken_s() <= 1.1 * time_limit_s + 1
         assert found.status is Status.UNKNOWN and found.notes["stopped"] == "time limit"
     few = revolve(chain(30), 4, time_limit_s=0)

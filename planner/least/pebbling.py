@@ -360,6 +360,7 @@ def _kernels() -> Any:
 
 def _search_once() -> None:
     search = _Backwards(TINY)  # which asks for this again, in vain
+    search._kernels.last_makers(search._sets, search._outputs, 1)
     _, path = search.run(0, 2, float("inf"), latest=True)
     assert path is not None
     search.schedule(search.lazily(path, 1, search.early, float("inf")), 1, float("inf"))
