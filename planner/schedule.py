@@ -6,7 +6,7 @@ An op that occurs again is a rematerialization. What a Schedule means, and what 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from graphs.errors import InvalidSchedule
@@ -100,6 +100,19 @@ def in_graph_order(runs: Iterable[int]) -> bool:
     """Whether ops run for the first time in the order of their numbers."""
     firsts = first_runs(runs)
     return firsts == sorted(firsts)
+
+
+def makers(graph: Graph, wanted: Iterable[int], present: Collection[int]) -> list[int]:
+    """The ops that make these values from what is present, in graph order."""
+    ops: set[int] = set()
+    todo = list(wanted)
+    while todo:
+        x = todo.pop()
+        op = graph.producer[x]
+        if x not in present and op not in ops:
+            ops.add(op)
+            todo.extend(graph.ops[op].inputs)
+    return sorted(ops)
 
 
 def renumbered(schedule: Schedule, number: Sequence[int] | Mapping[int, int]) -> Schedule:

@@ -170,7 +170,7 @@ class _Attempts:
             try:
                 self._since = since
                 joint = trace_joint(self._forward, fakes[:count], fakes[count:], look_at_generators, calls_foreign)
-                self._held, self._examples = {}, []  # stand-ins that these hold would have to be looked for as what is left
+                self._held, self._examples = {}, []  # else what they hold is looked for as if it were left somewhere
                 since.end()
             except BaseException as error:
                 since.thaw()  # what remembers was there before

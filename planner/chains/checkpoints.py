@@ -14,7 +14,7 @@ from graphs.errors import InputError
 from graphs.ir import Graph
 from planner.chains.chain import forward_count, separators
 from planner.incumbent import Incumbent
-from planner.schedule import Schedule, with_frees
+from planner.schedule import Schedule, makers, with_frees
 from planner.simulate import simulate
 
 KINDS = ("articulation", "linearized")
@@ -72,23 +72,11 @@ def runs(graph: Graph, checkpoints: Collection[int]) -> list[int]:
         missing = {segment[producer[v]] for v in graph.ops[b].inputs if v not in present}
         if missing:
             wanted = [v for s in missing for v in members[s] if v not in present and last_read[v] >= b]
-            order.extend(_makers(graph, wanted, present))
+            order.extend(makers(graph, wanted, present))
             present.update(wanted)
         order.append(b)
         present.update(graph.ops[b].outputs)
     return order
-
-
-def _makers(graph: Graph, wanted: Iterable[int], present: Collection[int]) -> list[int]:
-    """The ops that make these values from what is present, in graph order."""
-    ops: set[int] = set()
-    todo = [graph.producer[v] for v in wanted]
-    while todo:
-        i = todo.pop()
-        if i not in ops:
-            ops.add(i)
-            todo.extend(graph.producer[v] for v in graph.ops[i].inputs if v not in present)
-    return sorted(ops)
 
 
 @dataclass

@@ -135,12 +135,16 @@ class StageSearch(Incumbent):
     def pass_again(self) -> None:
         """Let list walks begin from second passes, for a share of the time left."""
         until = time.perf_counter() + SECOND_SHARE * self.left_s
-        idle, before_ns = 0, self.walks.time_ns
+        idle = 0
         for runs in second_passes(self.graph, self.budget_bytes):
-            if time.perf_counter() < until and idle < IDLE_PASSES:
-                self.walks.follow(runs, held=True, deadline=until)
-                idle = 0 if self.walks.time_ns < before_ns else idle + (before_ns < math.inf)
-                before_ns = self.walks.time_ns
+            if time.perf_counter() >= until or idle == IDLE_PASSES:
+                break
+            before_ns = self.walks.time_ns
+            self.walks.follow(runs, held=True, deadline=until)
+            if self.walks.time_ns < before_ns:
+                idle = 0
+            elif before_ns < math.inf:
+                idle += 1
         self.tell_cut_short(time.perf_counter() >= until)
         self.take_walk()
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from graphs.ir import Graph
+from planner.schedule import makers
 
 MATTERS = 0.2  # of the room that a budget leaves beside what is resident: gradients of less are not worth a second pass
 SHARES = (0.5, 0.3, 0.7, 0.9, 0.4, 0.6, 0.8, 0.2)  # of their bytes, in the order in which they are tried
@@ -23,6 +24,7 @@ def second_passes(graph: Graph, budget_bytes: int) -> Iterator[list[int]]:
     total_bytes = sum(graph.values[x].size_bytes for x in gradients)
     if total_bytes <= MATTERS * (budget_bytes - graph.resident_bytes):
         return
+    made_once = {x for op in graph.ops if op.effect for x in op.outputs}
     tried: set[int] = set()
     for share in SHARES:
         lost, lost_bytes = 0, 0
@@ -31,22 +33,10 @@ def second_passes(graph: Graph, budget_bytes: int) -> Iterator[list[int]]:
             lost += 1
         if lost not in tried:
             tried.add(lost)
-            again = _makers(graph, gradients[:lost])
+            again = makers(graph, gradients[:lost], graph.resident | made_once)
             if sum(graph.ops[v].time_ns for v in again) <= LONGEST * graph.keep_all_time_ns:
                 yield [*range(len(graph.ops)), *again]
 
 
 def _is_gradient(graph: Graph, value: int) -> bool:
     return graph.producer[value] >= 0 and graph.ops[graph.producer[value]].backward
-
-
-def _makers(graph: Graph, values: list[int]) -> list[int]:
-    """The ops that make these from nothing, in graph order; what acts on the world does not run again."""
-    found: set[int] = set()
-    todo = list(values)
-    while todo:
-        op = graph.producer[todo.pop()]
-        if op >= 0 and op not in found and not graph.ops[op].effect:
-            found.add(op)
-            todo += graph.ops[op].inputs
-    return sorted(found)
