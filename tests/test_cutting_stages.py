@@ -30,12 +30,14 @@ from planner.solvers.milp import Answer, Milp, Outcome
 from planner.stages import first_schedules, order_search
 from planner.stages import search as stage_search
 from planner.stages import solving as stage_solving
+from planner.stages.block_chain import BlockSchedule
 from planner.stages.exhaustive import cheapest
 from planner.stages.first_schedules import try_blocks
 from planner.stages.model import Event, stage_model, walk, with_end
 from planner.stages.search import StageSearch
 from planner.stages.solving import Asked
 from planner.walks.annealed_walks import AnnealedWalks
+from planner.walks.walk_search import WalkSearch
 from tests.clock import stopwatch
 from tests.interruption import interrupted
 from tests.oracles import least_budget, least_time
@@ -317,7 +319,7 @@ def test_what_a_chain_of_blocks_has_proved_to_be_the_least_is_not_improved(monke
     graph = random_training(12, 0)
     whole = keep_all(graph)
     monkeypatch.setattr(first_schedules, "is_chain", lambda graph: True)
-    monkeypatch.setattr(first_schedules, "block_schedule", lambda *_, **__: (whole, {}))
+    monkeypatch.setattr(first_schedules, "block_schedule", lambda *_, **__: BlockSchedule(whole, {}))
     monkeypatch.setattr(StageSearch, "follow", lambda *_: pytest.fail("there is nothing to gain"))
     search = StageSearch(graph, simulate(graph, whole).peak_bytes, gap=0.0, time_limit_s=60.0, seed=0)
     try_blocks(search)
@@ -838,7 +840,7 @@ def test_blocks_in_another_order_count_where_nothing_else_is_known(monkeypatch: 
     )
     ordered, other = with_frees(graph, [0, 1, 0, 2]), with_frees(graph, [1, 0, 2])
     monkeypatch.setattr(first_schedules, "is_chain", lambda graph: True)
-    monkeypatch.setattr(first_schedules, "block_schedule", lambda *_, **__: (other, {}))
+    monkeypatch.setattr(first_schedules, "block_schedule", lambda *_, **__: BlockSchedule(other, {}))
     for known, any_order, taken in ((False, False, True), (True, False, False), (True, True, True)):
         search = StageSearch(graph, 3, 0.0, 60.0, None, seed=0, any_order=any_order)
         if known:
@@ -855,15 +857,16 @@ def test_blocks_that_are_dearer_than_what_is_known_are_not_improved(known: bool,
     runs = range(len(graph.ops))
     dear = with_frees(graph, [0, *runs])
     monkeypatch.setattr(first_schedules, "is_chain", lambda graph: True)
-    monkeypatch.setattr(first_schedules, "block_schedule", lambda *_, **__: (dear, {}))
-    followed: list[int] = []
-    monkeypatch.setattr(StageSearch, "follow", lambda search, runs, work: followed.append(work))
+    monkeypatch.setattr(first_schedules, "block_schedule", lambda *_, **__: BlockSchedule(dear, {}))
+    improved: list[int] = []
+    monkeypatch.setattr(WalkSearch, "improve", lambda _, work, deadline: improved.append(work))
+    monkeypatch.setattr(StageSearch, "follow", lambda *_: None)
     monkeypatch.setattr(StageSearch, "done", lambda *_: False)
     search = StageSearch(graph, simulate(graph, dear).peak_bytes, gap=0.0, time_limit_s=60.0, seed=0)
     if known:
         search.offer(with_frees(graph, runs), "start")
     try_blocks(search)
-    assert followed == [0 if known else first_schedules.WORK_PER_OP * len(graph.ops)]
+    assert improved == ([] if known else [first_schedules.WORK_PER_OP * len(graph.ops)])
 
 
 @pytest.mark.parametrize("large", [True, False])

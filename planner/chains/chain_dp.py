@@ -22,10 +22,12 @@ Bytes are counted in units, rounded up, so a schedule never needs more than the 
 
 from __future__ import annotations
 
+import copy
 import math
+import random
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -94,6 +96,14 @@ class _Link:
     saved: tuple[tuple[_Saved, ...], tuple[_Saved, ...]]
     alone: tuple[_Alone, ...]
 
+    def varied(self, factor: Callable[[], float]) -> _Link:
+        """With each way's time, and that of running forward, times a factor of its own."""
+        forward = factor()
+        first, later = (replace(plain, time_ns=round(forward * plain.time_ns)) for plain in self.plain)
+        saved, again = (tuple(replace(way, time_ns=round(factor() * way.time_ns)) for way in ways) for ways in self.saved)
+        alone = tuple(replace(way, time_ns=round(factor() * way.time_ns)) for way in self.alone)
+        return replace(self, plain=(first, later), saved=(saved, again), alone=alone)
+
 
 class ChainProgram:
     """The dynamic program of one chain with the ways to run each of its stages."""
@@ -129,6 +139,33 @@ class ChainProgram:
         Raises TimeoutError where that is not done by ``deadline`` (of ``time.perf_counter``).
         """
         return Tables(self._links, room_bytes // unit_bytes + more, unit_bytes, room_bytes % unit_bytes, deadline)
+
+    def varied(self, share: float, seed: int) -> ChainProgram:
+        """The program with times that are up to this share longer, by chance: of schedules that take about as long, its tables
+        have others. Their times are then not to be trusted."""
+        draw = random.Random(seed)
+        other = copy.copy(self)
+        other._links = [link.varied(lambda: 1 + share * draw.random()) for link in self._links]
+        return other
+
+    def shorter_and_shorter(
+        self, budget_bytes: int, most_bytes: int, less_ns: float, *, slots: int = SLOTS, deadline: float = math.inf
+    ) -> Iterator[list[int]]:
+        """Sequences of the least time for a budget, and for larger ones up to another, each by at least so much shorter than the
+        one before.
+
+        Raises TimeoutError where the tables are not done by ``deadline``.
+        """
+        room_bytes = most_bytes - self.fixed_bytes
+        unit_bytes = max(1, -(-room_bytes // min(slots, _most_slots(len(self)))))
+        tables = self.tables(room_bytes, unit_bytes, deadline=deadline)
+        last_ns = math.inf
+        for units in reversed(tables.steps()):
+            time_ns = tables.time_ns(units)
+            assert time_ns is not None, "a step of the tables without a schedule"
+            if self.fixed_bytes + units * unit_bytes >= budget_bytes and time_ns <= last_ns - less_ns:
+                last_ns = time_ns
+                yield tables.ops(units)
 
     def _link(
         self,

@@ -502,6 +502,8 @@ def _scrape(search: StageSearch, *, in_order: bool) -> bool:
         return False
     if not search.trained:
         _elsewhere(search)
+    if search.time_ns is None:
+        try_blocks(search)
     if in_order and search.time_ns is None:
         _solve_coarser(search, HALF)
     if search.time_ns is None:

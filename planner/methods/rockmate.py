@@ -46,7 +46,7 @@ def solve(
         try:
             search.offer(keep_all(graph), "keep all")  # nothing takes less, and blocks may take long
             if search.best is None:
-                search.best, search.notes = block_schedule(
+                search.best, search.notes, _ = block_schedule(
                     graph, budget_bytes, time_limit_s=time_limit_s, seed=seed, peaks=peaks, saves=saves, slots=slots
                 )
         except KeyboardInterrupt:

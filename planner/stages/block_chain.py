@@ -10,7 +10,7 @@ al., ICML 2023).
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 from graphs.ir import Graph
 from planner.chains.chain import Chain, chain_of_blocks, held_throughout, small_crossing
@@ -21,20 +21,32 @@ from planner.stages.blocks import BlockSolver, blocks
 MOST_OPS = 40  # of the forward pass in a block, where it can be cut into smaller ones
 
 
+class BlockSchedule(NamedTuple):
+    """What blocks and dynamic program give.
+
+    schedule  the cheapest that fits, None where none does
+    notes     on how it came about; where the clock ended something, ``cut_short`` (for MILPs) or ``stopped`` is among them
+    program   which may be asked for more; None where the chain is too long
+    """
+
+    schedule: Schedule | None
+    notes: dict[str, Any]
+    program: ChainProgram | None = None
+
+
 def block_schedule(
     graph: Graph, budget_bytes: int, *, time_limit_s: float, seed: int, peaks: int = 4, saves: int = 6, slots: int = SLOTS
-) -> tuple[Schedule | None, dict[str, Any]]:
-    """The cheapest schedule that blocks and dynamic program give (None: none fits), and notes on how it came about.
+) -> BlockSchedule:
+    """The cheapest schedule that blocks and dynamic program give.
 
-    time_limit_s  for the blocks' MILPs; the dynamic program comes on top, and may take as long again, and a second. Where the
-                  clock ended something, ``cut_short`` (for MILPs) or ``stopped`` is among the notes
+    time_limit_s  for the blocks' MILPs; the dynamic program comes on top, and may take as long again, and a second
     peaks, saves  budgets for each block: of its peak, and of what it holds between forward and backward pass
     slots         memory units of the dynamic program at most
     """
     deadline = time.perf_counter() + time_limit_s
     chain = _chain(graph)
     if (notes := too_long(len(chain.stages))) is not None:
-        return None, notes
+        return BlockSchedule(None, notes)
     problems = blocks(chain)
     fixed = graph.resident_bytes + sum(graph.values[v].size_bytes for v in held_throughout(chain))
     solver = BlockSolver(max(0, budget_bytes - fixed), peaks, saves, deadline, seed)
@@ -47,7 +59,7 @@ def block_schedule(
     notes.update(distinct=solver.distinct, solved=solver.solved, exact=solver.exact, ways=sum(map(len, ways)))
     if solver.cut_short:
         notes["cut_short"] = True
-    return schedule, notes
+    return BlockSchedule(schedule, notes, program)
 
 
 def is_chain(graph: Graph) -> bool:

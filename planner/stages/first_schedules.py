@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 from graphs.ir import Graph
+from planner.chains.chain_dp import ChainProgram
 from planner.least.pebbling import fitting, least_peak
 from planner.least.smallest import fitting_next_to
 from planner.schedule import Schedule, computes, put_in_graph_order, with_frees
@@ -17,6 +19,10 @@ SHRINK = (0.97, 0.94, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5)  # budgets of the one-event
 IDLE_GUIDES = 2  # so many of them in a row that help no further are the last ones
 # Of the time left, for a chain of blocks; where next to nothing fits, for one with more ways to run each.
 BLOCKS_SHARE, SCARCE_SHARE, FINE_GRID = 0.15, 0.3, {"peaks": 12, "saves": 8}
+# Its schedules for budgets up to this share larger, each shorter than the last by this share of the keep-all time: ops of walks
+# along each; share by which times vary in later passes over them; so many passes in a row that find nothing better are the last
+# ones; and the share of the time left for all.
+LARGER, SHORTER, LARGER_WORK, VARIED, IDLE_PASSES, LARGER_SHARE = 0.12, 0.004, 50_000, 0.02, 2, 0.15
 BLOCKS_WORK, WORK_PER_OP = 4_000_000, 8_000  # ops of walks along what comes of it at most, and for each op of the graph
 # Sets of values to visit, and share of the time left, at most, where nothing fits so far.
 PEBBLE_STATES, PEBBLE_SHARE = 4_000, 0.15
@@ -26,23 +32,61 @@ CLOSE, MORE_STATES, MORE_SHARE, STATES_BYTES, STATE_BYTES = 0.9, 1_000_000, 0.3,
 
 
 def try_blocks(search: StageSearch, *, scarce: bool = False) -> None:
-    """Try a chain of blocks, once; where next to nothing fits, with more ways to run a block, and in any order."""
-    if search.chained or search.done() or not is_chain(search.graph):
+    """Try a chain of blocks, once; where next to nothing fits, with more ways to run a block, and in any order.
+
+    scarce  once more, where the first time nothing of it fitted
+    """
+    is_again = search.chained and not (scarce and search.blocks_miss)
+    if is_again or search.done() or not is_chain(search.graph):
         return
     search.chained = True
     grid = FINE_GRID if scarce else {}
     share_s = (SCARCE_SHARE if scarce else BLOCKS_SHARE) * search.left_s
-    schedule, told = block_schedule(search.graph, search.budget_bytes, time_limit_s=share_s, seed=search.seed, **grid)
+    schedule, told, program = block_schedule(search.graph, search.budget_bytes, time_limit_s=share_s, seed=search.seed, **grid)
     search.tell_cut_short("cut_short" in told or told.get("stopped") == "time limit")
+    before_ns = search.time_ns
+    search.blocks_miss = schedule is None
     if schedule is not None:
         if scarce or search.any_order:
             search.offer(schedule, "blocks")
         # Blocks make some gradients of weights early and put others off; in graph order some do not fit.
         ordered = put_in_graph_order(search.graph, computes(schedule))
-        found = search.offer(with_frees(search.graph, ordered), "blocks")
-        is_best = search.time_ns is None or found.time_ns <= search.time_ns
+        search.offer(with_frees(search.graph, ordered), "blocks")
         if not search.done():
-            search.follow(ordered, min(BLOCKS_WORK, WORK_PER_OP * len(search.graph.ops)) if is_best else 0)
+            search.follow(ordered)
+    # Where walks have found better, chains for larger budgets lead to nothing better either.
+    if program is not None and not search.done() and _is_cheaper(search, before_ns):
+        _follow_larger(search, program)
+    if search.time_ns is not None and not search.done() and _is_cheaper(search, before_ns):
+        search.walks.improve(min(BLOCKS_WORK, WORK_PER_OP * len(search.graph.ops)), deadline=search.deadline)
+        search.take_walk()
+
+
+def _is_cheaper(search: StageSearch, than_ns: int | None) -> bool:
+    """Whether the best schedule takes less than the best one before; also where there was none."""
+    return than_ns is None or (search.time_ns is not None and search.time_ns < than_ns)
+
+
+def _follow_larger(search: StageSearch, program: ChainProgram) -> None:
+    """Let list walks begin from what a chain gives for larger budgets: that takes less time, and a walk mostly makes it fit for
+    less than the chain asks. What takes as long by its count leads to walks that do not, so others of those are tried as well.
+    """
+    until = time.perf_counter() + LARGER_SHARE * search.left_s
+    most_bytes = int((1 + LARGER) * search.budget_bytes)
+    passes = idle = 0
+    while idle < IDLE_PASSES and not search.done():
+        before_ns = search.walks.time_ns
+        chain = program.varied(VARIED, search.seed + passes) if passes else program
+        try:
+            for runs in chain.shorter_and_shorter(search.budget_bytes, most_bytes, SHORTER * search.base, deadline=until):
+                search.follow(put_in_graph_order(search.graph, runs), LARGER_WORK, until)
+        except TimeoutError:
+            break
+        passes += 1
+        if math.isinf(search.walks.time_ns):
+            break
+        idle = 0 if search.walks.time_ns < before_ns else idle + 1
+    search.tell_cut_short(time.perf_counter() >= until)
 
 
 def prove_least(search: StageSearch, *, longer: bool = False) -> Schedule | None:

@@ -40,7 +40,8 @@ class StageSearch(Incumbent):
     nested: bool = False  # in another order than that of the graph that is asked about, or in a coarser graph
     begun: bool = field(default=False, init=False)
     reordered: bool = field(default=False, init=False)  # whether other orders have been searched
-    chained: bool = field(default=False, init=False)
+    chained: bool = field(default=False, init=False)  # whether a chain of blocks has been tried
+    blocks_miss: bool = field(default=False, init=False)  # and no schedule of it fitted
     coarsened: bool = field(default=False, init=False)  # whether a coarser graph has been solved
     annealings: int = field(default=0, init=False)  # how many there have been, each with a seed of its own
     looks: int = field(default=0, init=False)  # nodes that A* may have looked at so far
