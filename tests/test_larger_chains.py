@@ -12,14 +12,15 @@ import pytest
 from graphs import Graph
 from graphs.capture import capture
 from graphs.costs import roofline
-from graphs.synthetic import random_training
+from graphs.synthetic import random_layered, random_training
 from graphs.workloads import build
 from planner import keep_all, simulate, solve
 from planner.chains.chain import chain_of_ops
 from planner.chains.chain_dp import ChainProgram, Way
+from planner.methods import cutting_stages
 from planner.schedule import with_frees
 from planner.stages import first_schedules
-from planner.stages.block_chain import BlockSchedule, block_schedule
+from planner.stages.block_chain import BlockSchedule, block_schedule, repeats
 from planner.stages.first_schedules import try_blocks
 from planner.stages.search import StageSearch
 from planner.walks.walk_search import WalkSearch
@@ -139,3 +140,23 @@ def test_blocks_are_tried_again_with_more_ways_only_where_none_fitted(monkeypatc
     search.blocks_miss = False
     try_blocks(search, scarce=True)
     assert len(grids) == 2
+
+
+def test_blocks_come_first_where_they_are_alike(recurrent: Graph) -> None:
+    assert repeats(recurrent)
+    for others in (random_training(60, 0), random_chain(40, 0), random_layered("RL1", 0)):
+        assert not repeats(others)
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_blocks_that_are_alike_are_tried_before_pebbling(alike: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = random_training(12, 0)
+    search = StageSearch(graph, simulate(graph, keep_all(graph)).peak_bytes - 1, gap=0.0, time_limit_s=60.0, seed=0)
+    asked: list[str] = []
+    monkeypatch.setattr(cutting_stages, "prove_least", lambda _: None)
+    monkeypatch.setattr(cutting_stages, "repeats", lambda _: alike)
+    monkeypatch.setattr(cutting_stages, "_solve_coarser", lambda *_: asked.append("coarser graph"))
+    monkeypatch.setattr(cutting_stages, "pebble", lambda *_: asked.append("pebbling"))
+    monkeypatch.setattr(cutting_stages, "try_blocks", lambda _: asked.append("blocks"))
+    assert cutting_stages._scrape(search, in_order=True)
+    assert asked == ["blocks"] * alike + ["coarser graph", "pebbling"]

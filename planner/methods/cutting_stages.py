@@ -25,6 +25,7 @@ from graphs.ir import Graph
 from planner.result import Plan
 from planner.schedule import Schedule, computes, first_runs, in_graph_order, keep_all, put_in_graph_order, renumbered, with_frees
 from planner.solvers.milp import Answer, Outcome
+from planner.stages.block_chain import repeats
 from planner.stages.climbing import Climb, Reached
 from planner.stages.events import LARGE, missing, tightest
 from planner.stages.exhaustive import LONGEST_NS
@@ -502,7 +503,7 @@ def _scrape(search: StageSearch, *, in_order: bool) -> bool:
         return False
     if not search.trained:
         _elsewhere(search)
-    if search.time_ns is None:
+    if search.time_ns is None and repeats(search.graph):
         try_blocks(search)
     if in_order and search.time_ns is None:
         _solve_coarser(search, HALF)

@@ -19,6 +19,7 @@ from planner.schedule import Schedule
 from planner.stages.blocks import BlockSolver, blocks
 
 MOST_OPS = 40  # of the forward pass in a block, where it can be cut into smaller ones
+DISTINCT = 1 / 3  # share of the ops that are in blocks which are not alike, at most, where most are
 
 
 class BlockSchedule(NamedTuple):
@@ -68,6 +69,15 @@ def is_chain(graph: Graph) -> bool:
         return False
     sizes = [len(stage.forward) for stage in _chain(graph).stages]
     return 0 < 2 * max(sizes) <= sum(sizes)
+
+
+def repeats(graph: Graph) -> bool:
+    """Whether it is a chain of blocks of which most are alike, as time steps are, so that solving them takes little time."""
+    if not is_chain(graph):
+        return False
+    problems = blocks(_chain(graph))
+    sizes = {block.fingerprint: len(block.graph.ops) for block in problems}
+    return sum(sizes.values()) <= DISTINCT * sum(len(block.graph.ops) for block in problems)
 
 
 def _chain(graph: Graph) -> Chain:
