@@ -866,7 +866,7 @@ def test_blocks_that_are_dearer_than_what_is_known_are_not_improved(known: bool,
     if known:
         search.offer(with_frees(graph, runs), "start")
     try_blocks(search)
-    assert improved == ([] if known else [first_schedules.WORK_PER_OP * len(graph.ops)])
+    assert improved == ([] if known else [first_schedules.WORK_PER_OP * len(graph.ops) // 2])
 
 
 @pytest.mark.parametrize("large", [True, False])

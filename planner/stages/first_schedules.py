@@ -57,8 +57,10 @@ def try_blocks(search: StageSearch, *, scarce: bool = False) -> None:
     # Where walks have found better, chains for larger budgets lead to nothing better either.
     if program is not None and not search.done() and _is_cheaper(search, before_ns):
         _follow_larger(search, program)
-    if search.time_ns is not None and not search.done() and _is_cheaper(search, before_ns):
-        search.walks.improve(min(BLOCKS_WORK, WORK_PER_OP * len(search.graph.ops)), deadline=search.deadline)
+    if search.best is not None and not search.done() and _is_cheaper(search, before_ns):
+        work = min(BLOCKS_WORK, WORK_PER_OP * len(search.graph.ops))
+        search.follow(list(computes(search.best)), work // 2)
+        search.walks.improve(work // 2, deadline=search.deadline)
         search.take_walk()
 
 
