@@ -19,7 +19,7 @@ from planner.schedule import Schedule
 from planner.stages.blocks import BlockSolver, blocks
 
 MOST_OPS = 40  # of the forward pass in a block, where it can be cut into smaller ones
-DISTINCT = 1 / 3  # share of the ops that are in blocks which are not alike, at most, where most are
+DISTINCT = 1 / 3  # share of the ops that distinct blocks have, at most, where most are alike
 
 
 class BlockSchedule(NamedTuple):
