@@ -858,15 +858,17 @@ def test_blocks_that_are_dearer_than_what_is_known_are_not_improved(known: bool,
     dear = with_frees(graph, [0, *runs])
     monkeypatch.setattr(first_schedules, "is_chain", lambda graph: True)
     monkeypatch.setattr(first_schedules, "block_schedule", lambda *_, **__: BlockSchedule(dear, {}))
-    improved: list[int] = []
+    improved, followed = list[int](), list[int]()
     monkeypatch.setattr(WalkSearch, "improve", lambda _, work, deadline: improved.append(work))
-    monkeypatch.setattr(StageSearch, "follow", lambda *_: None)
+    monkeypatch.setattr(StageSearch, "follow", lambda _, runs, work=0: followed.append(work))
     monkeypatch.setattr(StageSearch, "done", lambda *_: False)
     search = StageSearch(graph, simulate(graph, dear).peak_bytes, gap=0.0, time_limit_s=60.0, seed=0)
     if known:
         search.offer(with_frees(graph, runs), "start")
     try_blocks(search)
-    assert improved == ([] if known else [first_schedules.WORK_PER_OP * len(graph.ops) // 2])
+    half = first_schedules.WORK_PER_OP * len(graph.ops) // 2
+    assert followed == ([0] if known else [0, half])
+    assert improved == ([] if known else [half])
 
 
 @pytest.mark.parametrize("large", [True, False])

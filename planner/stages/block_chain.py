@@ -10,13 +10,14 @@ al., ICML 2023).
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from graphs.ir import Graph
 from planner.chains.chain import Chain, chain_of_blocks, held_throughout, small_crossing
 from planner.chains.chain_dp import SLOTS, ChainProgram, solve_chain, too_long
 from planner.schedule import Schedule
-from planner.stages.blocks import BlockSolver, blocks
+from planner.stages.blocks import Block, BlockSolver, blocks
 
 MOST_OPS = 40  # of the forward pass in a block, where it can be cut into smaller ones
 DISTINCT = 1 / 3  # share of the ops that distinct blocks have, at most, where most are alike
@@ -52,7 +53,7 @@ def block_schedule(
     fixed = graph.resident_bytes + sum(graph.values[v].size_bytes for v in held_throughout(chain))
     solver = BlockSolver(max(0, budget_bytes - fixed), peaks, saves, deadline, seed)
     # Each distinct block gets its share of the time by its size, so that one hard block leaves the others theirs.
-    total = sum({block.fingerprint: len(block.graph.ops) for block in problems}.values())
+    total = _distinct_ops(problems)
     ways = [solver.ways(block, time_limit_s * len(block.graph.ops) / total) for block in problems]
     program = ChainProgram(chain, ways)
     left_s = deadline + time_limit_s + 1 - time.perf_counter()
@@ -65,19 +66,25 @@ def block_schedule(
 
 def is_chain(graph: Graph) -> bool:
     """Whether it has a backward pass, and blocks worth speaking of: none is more than half of the forward pass."""
-    if not any(op.backward for op in graph.ops):
-        return False
-    sizes = [len(stage.forward) for stage in _chain(graph).stages]
-    return 0 < 2 * max(sizes) <= sum(sizes)
+    return any(op.backward for op in graph.ops) and _is_cut(_chain(graph))
 
 
 def repeats(graph: Graph) -> bool:
     """Whether it is a chain of blocks of which most are alike, as time steps are, so that solving them takes little time."""
-    if not is_chain(graph):
+    if not any(op.backward for op in graph.ops) or not _is_cut(chain := _chain(graph)):
         return False
-    problems = blocks(_chain(graph))
-    sizes = {block.fingerprint: len(block.graph.ops) for block in problems}
-    return sum(sizes.values()) <= DISTINCT * sum(len(block.graph.ops) for block in problems)
+    problems = blocks(chain)
+    return _distinct_ops(problems) <= DISTINCT * sum(len(block.graph.ops) for block in problems)
+
+
+def _is_cut(chain: Chain) -> bool:
+    sizes = [len(stage.forward) for stage in chain.stages]
+    return 0 < 2 * max(sizes) <= sum(sizes)
+
+
+def _distinct_ops(problems: Iterable[Block]) -> int:
+    """The ops of the blocks, those that are alike counted once."""
+    return sum({block.fingerprint: len(block.graph.ops) for block in problems}.values())
 
 
 def _chain(graph: Graph) -> Chain:

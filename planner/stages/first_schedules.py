@@ -22,7 +22,7 @@ BLOCKS_SHARE, SCARCE_SHARE, FINE_GRID = 0.15, 0.3, {"peaks": 12, "saves": 8}
 # Its schedules for budgets up to this share larger, each shorter than the last by this share of the keep-all time: ops of walks
 # along each; share by which times vary in later passes over them; so many passes in a row that find nothing better are the last
 # ones; and the share of the time left for all.
-LARGER, SHORTER, LARGER_WORK, VARIED, IDLE_PASSES, LARGER_SHARE = 0.12, 0.004, 50_000, 0.02, 2, 0.15
+LARGER, SHORTER, LARGER_WORK, VARIED, IDLE_VARIED, LARGER_SHARE = 0.12, 0.004, 50_000, 0.02, 2, 0.15
 BLOCKS_WORK, WORK_PER_OP = 4_000_000, 8_000  # ops of walks along what comes of it at most, and for each op of the graph
 # Sets of values to visit, and share of the time left, at most, where nothing fits so far.
 PEBBLE_STATES, PEBBLE_SHARE = 4_000, 0.15
@@ -76,7 +76,7 @@ def _follow_larger(search: StageSearch, program: ChainProgram) -> None:
     until = time.perf_counter() + LARGER_SHARE * search.left_s
     most_bytes = int((1 + LARGER) * search.budget_bytes)
     passes = idle = 0
-    while idle < IDLE_PASSES and not search.done():
+    while idle < IDLE_VARIED and not search.done():
         before_ns = search.walks.time_ns
         chain = program.varied(VARIED, search.seed + passes) if passes else program
         try:
