@@ -5,6 +5,12 @@ returns what it saves, and a backward. Here the joint graph is planned, the sche
 parts are written out in the schedule's own order, so a plan is carried whole: what is saved, what is computed again in the
 backward and also in the forward, and when each value is dropped. Kernels run as in eager execution; nothing is fused.
 
+With ``options={"kernels": "inductor"}`` both parts are compiled by Inductor, as ``torch.compile(model)`` would. Its operators are
+planned, with costs and bytes as if each ran alone. It fuses them, so what is saved and what is computed again are the plan's, but
+neither time nor peak: a kernel that does many ops takes less of both, except that all it reads and writes is in memory at once.
+Re-runs wait until it is their turn, since otherwise all of them could come first. Random ops draw from seeds, as Inductor's do,
+so their numbers are those of ``torch.compile(model)``, not of eager execution.
+
 What a plan for a captured graph cannot know:
 
 * A graph break makes several graphs. Each is planned alone, and what the others hold is in none of their budgets. A share is met
@@ -43,10 +49,13 @@ from graphs.torch_private.names import ONE_TRACE_AT_A_TIME, BoxedCodeGen
 from graphs.torch_private.partitioned import (
     backward_is_traced_again,
     changed_inputs,
+    compile_fused,
     compile_partitioned,
+    inductor_options,
     is_unwatched,
     parameter_inputs,
     passed_over,
+    put_after,
 )
 from graphs.tracing.refusals import refusal
 from planner.budget import format_bytes, is_share, resolve_budget
@@ -67,7 +76,8 @@ def belady(module: fx.GraphModule, examples: Sequence[Any], *, options: Mapping[
 
     options  ``budget`` as ``planner.plan`` takes it (bytes, "6GiB", or a share of the keep-all peak of that graph, or the least
              it can have), and any other option of ``planner.plan`` (``costs``, ``method``, ``gap``, ``time_limit_s``, ``seed``,
-             and those of the method)
+             and those of the method). ``kernels``: those of "eager" execution (default) or of "inductor", and with these any option
+             of Inductor's
 
     One line about each graph is logged (logger "belady", level INFO; WARNING where a share is not met). A graph without backward
     runs as it is.
@@ -88,19 +98,30 @@ def belady(module: fx.GraphModule, examples: Sequence[Any], *, options: Mapping[
             "another order; set torch._dynamo.config.compiled_autograd = False"
         )
     budget = options.pop("budget")
+    fused = _is_fused(options.pop("kernels", "eager"))
+    inductors = {name: options.pop(name) for name in inductor_options() & options.keys()} if fused else {}
 
     def partition(joint: fx.GraphModule, forward_outputs: int) -> tuple[fx.GraphModule, fx.GraphModule]:
-        return _partition(joint, forward_outputs, budget, options, examples)
+        return _partition(joint, forward_outputs, budget, options, examples, fused=fused)
 
-    with ONE_TRACE_AT_A_TIME, kernels_layouts(), draws_laid_out():
+    with ONE_TRACE_AT_A_TIME:
         try:
-            return compile_partitioned(module, examples, partition, _boxed)
+            if fused:
+                return compile_fused(module, examples, partition, inductors)
+            with kernels_layouts(), draws_laid_out():
+                return compile_partitioned(module, examples, partition, _boxed)
         except passed_over() as error:
             raise refusal("compiled_graph", error) from error
 
 
 def _symbolic(example: object) -> bool:
     return isinstance(example, Tensor) and any(isinstance(n, torch.SymInt) for n in example.shape)
+
+
+def _is_fused(kernels: object) -> bool:
+    if kernels not in ("eager", "inductor"):
+        raise InputError(f'the backend "belady" takes kernels of "eager" execution or of "inductor", not {kernels!r}')
+    return kernels == "inductor"
 
 
 def _boxed(graph: fx.GraphModule) -> Callable[..., Any]:
@@ -144,9 +165,15 @@ class _Joint:
 
 
 def _partition(
-    module: fx.GraphModule, forward_outputs: int, budget: int | float | str, options: Mapping[str, Any], examples: Sequence[Any]
+    module: fx.GraphModule,
+    forward_outputs: int,
+    budget: int | float | str,
+    options: Mapping[str, Any],
+    examples: Sequence[Any],
+    *,
+    fused: bool,
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Forward and backward of a joint graph, by a plan for it."""
+    """Forward and backward of a joint graph, by a plan for it; for a compiler that fuses them, or to run as they are."""
     devices = {t.device for node in module.graph.find_nodes(op="placeholder") for t in tensors_of(node)}
     device = min(devices, key=lambda d: (d.type == "cpu", str(d)), default=torch.device("cpu"))
     options = dict(options)
@@ -156,10 +183,12 @@ def _partition(
     primals = [node for node in sources if not node.name.startswith("tangents")]
     tangents = [node for node in sources if node.name.startswith("tangents")]
     step = _with_late_ops_backward(step, tangents)
+    if fused:
+        step = _drawn_once(step)
     joint = _Joint(step, outputs[:forward_outputs], outputs[forward_outputs:], primals, tangents, frozenset())
     joint = replace(joint, copied=_copied(joint, changed_inputs(module), parameter_inputs(module, examples)))
     planned = _planned(joint, budget, options)
-    forward, backward, saved = _cut(joint, planned.schedule)
+    forward, backward, saved = _cut(joint, planned.schedule, fused=fused)
     log.info(
         "planned a graph of %d ops with %s: peak %s bytes of the budget of %s bytes (%s to keep all), %d ops run again for "
         "%.2f %% more time, %d tensors saved for the backward",
@@ -174,6 +203,13 @@ def _with_late_ops_backward(step: Step, tangents: list[fx.Node]) -> Step:
     """The compiler does not say of all ops of the backward that they are: not of one somebody wrote (``autograd.Function``)."""
     late = late_ops(step.graph, [step.value_of[node] for node in tangents])
     ops = tuple(replace(op, backward=True) if i in late else op for i, op in enumerate(step.graph.ops))
+    return replace(step, graph=replace(step.graph, ops=ops))
+
+
+def _drawn_once(step: Step) -> Step:
+    """A compiler that fuses makes random numbers its own way, out of seeds that the graph draws: those run once, and what is made
+    of them is like any other op."""
+    ops = tuple(replace(op, effect=True, random=False) if op.random else op for op in step.graph.ops)
     return replace(step, graph=replace(step.graph, ops=ops))
 
 
@@ -339,7 +375,7 @@ def _start_of_backward(joint: _Joint, schedule: Schedule) -> int:
     return first_late(joint.step.graph, schedule, joint.values(joint.tangents))
 
 
-def _cut(joint: _Joint, schedule: Schedule) -> tuple[fx.GraphModule, fx.GraphModule, int]:
+def _cut(joint: _Joint, schedule: Schedule, *, fused: bool) -> tuple[fx.GraphModule, fx.GraphModule, int]:
     """The code of both parts of a schedule, and how many tensors go from one to the other."""
     step = joint.step
     graph = step.graph
@@ -352,7 +388,7 @@ def _cut(joint: _Joint, schedule: Schedule) -> tuple[fx.GraphModule, fx.GraphMod
             f"schedule cannot be cut into a forward and a backward; plan for a larger budget, or with another method"
         )
 
-    first = Code(step, schedule)
+    first = Code(step, schedule, as_captured=fused)
     for node in joint.primals:
         first.receive(node)
     tangents = [first.receive(node) for node in joint.tangents]
@@ -366,7 +402,7 @@ def _cut(joint: _Joint, schedule: Schedule) -> tuple[fx.GraphModule, fx.GraphMod
 
     # The compiler takes what it does not watch for changes (a custom backward has it as an attribute) from the end.
     given = sorted([*(first.maker[v] for v in values), *joint.primals], key=is_unwatched)
-    second = Code(step, schedule)
+    second = Code(step, schedule, as_captured=fused)
     for op in draws:
         second.receive_state(op).meta = dict(first.states[op].meta)
     arguments = [second.receive(node) for node in given]
@@ -380,4 +416,34 @@ def _cut(joint: _Joint, schedule: Schedule) -> tuple[fx.GraphModule, fx.GraphMod
         saved.append(first.copied(node) if step.value_of[node] in joint.copied else first.holder(node))
     first.returns([*returned, *saved])
     first.drop_unread(tangents)
-    return first.finish("Forward"), second.finish("Backward"), len(saved)
+    forward, backward = first.finish("Forward"), second.finish("Backward")
+    if fused:
+        put_after(forward, _waiting(forward, first, set(range(len(graph.ops)))))
+        put_after(backward, _waiting(backward, second, late_ops(graph, joint.values(joint.tangents))))
+    return forward, backward, len(saved)
+
+
+def _waiting(module: fx.GraphModule, code: Code, bound: set[int]) -> dict[fx.Node, fx.Node]:
+    """Calls that a compiler might make earlier than the schedule does, and the call that each of them has to wait for.
+
+    Those are re-runs, and ops of the forward in the backward: nothing they read is made there, so all of them could come first,
+    and re-runs of one op could be fused. Each is to run after the last call in front of it that has its place by what it reads
+    (the first run of an op in ``bound``), if nothing that it reads waits for that already.
+    """
+    waiting: dict[fx.Node, fx.Node] = {}
+    behind: dict[fx.Node, int] = {}  # how many of these calls are known to come before a node
+    places: list[fx.Node] = []
+    seen: set[int] = set()
+    for node in module.graph.nodes:
+        behind[node] = max((behind[other] for other in node.all_input_nodes), default=0)
+        if node not in code.ran:
+            continue
+        op = code.ran[node]
+        if op in bound and op not in seen:
+            places.append(node)
+            behind[node] = len(places)
+        elif behind[node] < len(places):
+            waiting[node] = places[-1]
+            behind[node] = len(places)
+        seen.add(op)
+    return waiting

@@ -806,9 +806,9 @@ def test_the_compiler_waits_for_a_capture_of_another_thread(monkeypatch: pytest.
     began = threading.Event()
     partition = compile_backend._partition
 
-    def noted(*args: Any) -> Any:
+    def noted(*args: Any, **options: Any) -> Any:
         began.set()
-        return partition(*args)
+        return partition(*args, **options)
 
     monkeypatch.setattr(compile_backend, "_partition", noted)
     weight = torch.randn(8, 8, requires_grad=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput, ParamAOTInput, PlainAOTInput
 from torch._ops import OpOverload
 
+from graphs.rewriting.operators import define_operator
 from graphs.torch_private.joint import casts_kept
 from graphs.torch_private.kernels import eager_kernels
 from graphs.torch_private.names import FakeTensor, tree_leaves
@@ -39,15 +40,7 @@ def compile_partitioned(
     from torch._inductor import config as inductor
 
     def split(joint: fx.GraphModule, _inputs: Any, *, num_fwd_outputs: int, **_: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-        _check_outputs(joint, num_fwd_outputs)
-        _tell_tangents_apart(joint)
-        writes = _take_writes(joint, num_fwd_outputs)
-        early = [write for write in writes if not write.in_backward]
-        late = [write for write in writes if write.in_backward]
-        forward, backward = partition(joint, num_fwd_outputs + len(early))
-        _put_writes(forward, early, num_fwd_outputs)
-        _put_writes(backward, late, len(_entries(backward)) - 2 * len(late))
-        return forward, backward
+        return _split(joint, num_fwd_outputs, partition)
 
     def compile_one(graph: fx.GraphModule, _inputs: Any) -> Callable[..., Any]:
         run = compiler(graph)
@@ -76,11 +69,113 @@ def compile_partitioned(
     return compiled
 
 
+def compile_fused(
+    module: fx.GraphModule, examples: Sequence[Any], partition: Partition, options: Mapping[str, Any]
+) -> Callable[..., Any]:
+    """``compile_partitioned`` with Inductor's operators, kernels and ``options``: both graphs are fused, and ordered anew."""
+    from torch._functorch import config
+    from torch._inductor import custom_graph_pass
+    from torch._inductor.compile_fx import compile_fx
+
+    class Partitioner(custom_graph_pass.CustomPartitionerFn):
+        def __call__(
+            self, gm: fx.GraphModule, joint_inputs: Sequence[object], **options: Any
+        ) -> tuple[fx.GraphModule, fx.GraphModule]:
+            _check_memories(gm)
+            try:
+                return _split(gm, options["num_fwd_outputs"], partition)
+            except _OutputLost:
+                raise NotImplementedError(
+                    f"the traced graph returns an input that it writes to, which takes the place of another output; {_AS_EAGER}"
+                ) from None
+
+        def uuid(self) -> str:
+            return __name__
+
+        def __reduce__(self) -> tuple[Any, ...]:  # as a part of a cache's key
+            return str, (self.uuid(),)
+
+    # Forward and backward may come from Inductor's cache, which looks at their code. That of AOTAutograd looks at what they are
+    # made from, where it cannot see that another plan is wanted.
+    with config.patch(enable_autograd_cache=False):
+        compiled = compile_fx(module, examples, config_patches={**options, "custom_partitioner_fn": Partitioner()})
+    return cast(Callable[..., Any], compiled)
+
+
+def put_after(module: fx.GraphModule, after: Mapping[fx.Node, fx.Node]) -> None:
+    """Have Inductor run calls of a graph after others that stand before them (``after``: which after which)."""
+    from torch._inductor import lowering
+    from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
+    from torch.utils._ordered_set import OrderedSet
+
+    if _in_memory not in lowering.lowerings:
+        lowering.register_lowering(_in_memory, type_promotion_kind=None)(_realized)
+    waits: dict[fx.Node, fx.Node] = {}
+    for node, other in after.items():
+        waits[node] = other
+        value = node.meta["val"]
+        if isinstance(value, Tensor):  # what is computed wherever it is read would not wait: this gives it memory
+            with module.graph.inserting_after(node):
+                held = module.graph.call_function(_in_memory, (node,))
+            held.meta = dict(node.meta)
+            for user in [user for user in node.users if user is not held]:
+                user.replace_input_with(node, held)
+            waits[held] = other
+    preserve_node_ordering(module.graph, {node: OrderedSet([other]) for node, other in waits.items()})
+    module.recompile()
+
+
+def _realized(buffer: Any) -> Any:
+    buffer.realize()
+    return buffer
+
+
+define_operator("in_memory(Tensor data) -> Tensor", torch.clone, torch.empty_like)
+_in_memory = torch.ops.belady.in_memory.default  # what Inductor does not compute again wherever it is read
+
+
+def inductor_options() -> frozenset[str]:
+    """Names of the options that Inductor takes."""
+    from torch._inductor import list_options
+
+    return frozenset(list_options())
+
+
 def passed_over() -> tuple[type[Exception], ...]:
     """What a backend may not raise where a graph must not run without it: Dynamo then runs that as it is, with a warning."""
     from torch._dynamo.exc import exceptions_allowed_to_be_fallback
 
     return exceptions_allowed_to_be_fallback
+
+
+def _split(joint: fx.GraphModule, forward_outputs: int, partition: Partition) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Forward and backward of what AOTAutograd has traced, each with its writes to inputs at its end."""
+    _check_outputs(joint, forward_outputs)
+    _tell_tangents_apart(joint)
+    writes = _take_writes(joint, forward_outputs)
+    early = [write for write in writes if not write.in_backward]
+    late = [write for write in writes if write.in_backward]
+    forward, backward = partition(joint, forward_outputs + len(early))
+    _put_writes(forward, early, forward_outputs)
+    _put_writes(backward, late, len(_entries(backward)) - 2 * len(late))
+    return forward, backward
+
+
+_AS_EAGER = "only with kernels of eager execution can it be planned"
+
+
+def _check_memories(joint: fx.GraphModule) -> None:
+    """Refuse inputs that are given the memory of other inputs, in which Inductor (up to torch 2.14) leaves wrong content."""
+    inputs = {storage_key(node.meta["val"]) for node in joint.graph.find_nodes(op="placeholder") if _is_tensor(node)}
+    for node in joint.graph.nodes:
+        if node.target in _WRITES and node.target is not torch.ops.aten.copy_.default:
+            content = node.args[1]
+            if _is_tensor(content) and storage_key(content.meta["val"]) in inputs:
+                raise NotImplementedError(f"the traced graph gives {node.args[0].name} the memory of another input; {_AS_EAGER}")
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), Tensor)
 
 
 class _OutputLost(Exception):

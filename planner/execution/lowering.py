@@ -25,20 +25,25 @@ class Code:
     """A straight-line FX graph under construction, for a schedule or a part of it (``schedule`` is all of it, which tells
     which random ops run again).
 
+    as_captured  call each operator as the captured graph does, for a compiler that reads the code; otherwise in the quickest way
+
     graph   the code so far
     maker   for each Value an op makes and somebody reads: the node of the captured graph that holds it first
     states  for random ops that run again: the node that holds what ``drawn`` says of the first draw
+    ran     the op of each node that runs one
 
     Freeing is left to FX's code generation, which drops each name right after its last use, or at once where there is none.
     Names of a value, those of its views included, are used only while the schedule has the value in memory; so nothing
     outlives its Free. A view is made once for each time its value is made, and not at all where it is what it views.
     """
 
-    def __init__(self, step: Step, schedule: Schedule) -> None:
+    def __init__(self, step: Step, schedule: Schedule, *, as_captured: bool = False) -> None:
         self.step = step
+        self._as_captured = as_captured
         self.graph = fx.Graph()
         self.maker = {v: node for op in range(len(step.calls)) for v, node in step.made_by(op).items()}
         self.states: dict[int, fx.Node] = {}
+        self.ran: dict[fx.Node, int] = {}
         runs = Counter(computes(schedule))
         self._repeated = frozenset(op for op, count in runs.items() if count > 1 and step.graph.ops[op].random)
         self._made = frozenset(step.calls).union(self.maker.values())
@@ -111,7 +116,7 @@ class Code:
         for node in reversed(self.graph.nodes):
             if node.target is operator.getitem and not node.users:  # made again with others, not read this time
                 self.graph.erase_node(node)
-        for node in self.graph.nodes:
+        for node in () if self._as_captured else self.graph.nodes:
             if (other := without_statistics(node)) is not None:
                 target, args, count = other
                 with self.graph.inserting_before(node):
@@ -132,7 +137,8 @@ class Code:
 
     def finish(self, name: str) -> fx.GraphModule:
         """The code as a module."""
-        self.graph.set_codegen(BoxedCodeGen())
+        if not self._as_captured:
+            self.graph.set_codegen(BoxedCodeGen())
         self.graph.lint()
         return fx.GraphModule(self.step.module, self.graph, name)
 
@@ -140,6 +146,7 @@ class Code:
         call = self.step.calls[op]
         update, copies = self._updates.get(op), self._statistics_for(op)
         copy = self._call(op, call) if update is None else self._update(call, update, copies)
+        self.ran[copy] = op
         # What is still there stays; its second copy gets no name, so it dies with the call.
         made = {v: node for v, node in self.step.made_by(op).items() if v not in self._present}
         self._updates.pop(op, None)
@@ -196,7 +203,7 @@ class Code:
 
     def _copy(self, node: fx.Node) -> fx.Node:
         args, kwargs = fx.map_arg((node.args, node.kwargs), self.holder)
-        op, target = quickest(node)
+        op, target = (node.op, node.target) if self._as_captured else quickest(node)
         copy = self.graph.create_node(op, target, args, kwargs, node.name)
         copy.meta = dict(node.meta)
         return copy
