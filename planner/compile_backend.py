@@ -8,8 +8,8 @@ backward and also in the forward, and when each value is dropped. Kernels run as
 With ``options={"kernels": "inductor"}`` both parts are compiled by Inductor, as ``torch.compile(model)`` would. Its operators are
 planned, with costs and bytes as if each ran alone. It fuses them, so what is saved and what is computed again are the plan's, but
 neither time nor peak: a kernel that does many ops takes less of both, except that all it reads and writes is in memory at once.
-Re-runs wait until it is their turn, since otherwise all of them could come first. Random ops draw from seeds, as Inductor's do,
-so their numbers are those of ``torch.compile(model)``, not of eager execution.
+Products and the like that run several times wait for their turn, as otherwise all of them could come first. Random ops draw from
+seeds, as Inductor's do, so their numbers are those of ``torch.compile(model)``, not of eager execution.
 
 What a plan for a captured graph cannot know:
 
@@ -38,6 +38,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.utils.flop_counter import flop_registry
 
 from graphs.as_eager.draws_in_place import draws_laid_out
 from graphs.as_eager.layouts import kernels_layouts
@@ -76,8 +77,8 @@ def belady(module: fx.GraphModule, examples: Sequence[Any], *, options: Mapping[
 
     options  ``budget`` as ``planner.plan`` takes it (bytes, "6GiB", or a share of the keep-all peak of that graph, or the least
              it can have), and any other option of ``planner.plan`` (``costs``, ``method``, ``gap``, ``time_limit_s``, ``seed``,
-             and those of the method). ``kernels``: those of "eager" execution (default) or of "inductor", and with these any option
-             of Inductor's
+             and those of the method). ``kernels``: those of "eager" execution (default) or of "inductor", and with these any
+             option of Inductor's
 
     One line about each graph is logged (logger "belady", level INFO; WARNING where a share is not met). A graph without backward
     runs as it is.
@@ -426,9 +427,10 @@ def _cut(joint: _Joint, schedule: Schedule, *, fused: bool) -> tuple[fx.GraphMod
 def _waiting(module: fx.GraphModule, code: Code, bound: set[int]) -> dict[fx.Node, fx.Node]:
     """Calls that a compiler might make earlier than the schedule does, and the call that each of them has to wait for.
 
-    Those are re-runs, and ops of the forward in the backward: nothing they read is made there, so all of them could come first,
-    and re-runs of one op could be fused. Each is to run after the last call in front of it that has its place by what it reads
-    (the first run of an op in ``bound``), if nothing that it reads waits for that already.
+    Where an op runs several times in this part, and nothing it reads is made here, all of its runs could come first, as one
+    kernel. From the second on they wait for the last call in front of them that has its place by what it reads (the first run of
+    an op in ``bound``), unless what they read waits for that already. That holds for products and the like, and for what they
+    read, which lies in memory for them; all else is left to be fused.
     """
     waiting: dict[fx.Node, fx.Node] = {}
     behind: dict[fx.Node, int] = {}  # how many of these calls are known to come before a node
@@ -439,11 +441,17 @@ def _waiting(module: fx.GraphModule, code: Code, bound: set[int]) -> dict[fx.Nod
         if node not in code.ran:
             continue
         op = code.ran[node]
-        if op in bound and op not in seen:
+        again = op in seen
+        seen.add(op)
+        if op in bound and not again:
             places.append(node)
             behind[node] = len(places)
-        elif behind[node] < len(places):
+        elif again and behind[node] < len(places) and any(map(_is_heavy, (node, *node.users))):
             waiting[node] = places[-1]
             behind[node] = len(places)
-        seen.add(op)
     return waiting
+
+
+def _is_heavy(node: fx.Node) -> bool:
+    """Whether it is a product, a convolution or an attention, which no other op is fused with."""
+    return getattr(node.target, "overloadpacket", None) in flop_registry

@@ -412,7 +412,9 @@ class Workload:
         """What the compiler captures may have other ops than plain PyTorch runs, so plans for that are held against it, too."""
         from planner.compile_backend import belady
 
-        options = {"budget": budget_bytes, "gap": 0.005, "time_limit_s": PLAN_S}
+        options: dict[str, Any] = {"budget": budget_bytes, "gap": 0.005, "time_limit_s": PLAN_S}
+        if self._backend == "inductor":
+            options["kernels"] = "inductor"
         return {"budget_bytes": budget_bytes, **self._measured(self._bench.compiled(belady, options))}
 
     def _ratio(self, ratio: float) -> Trial:
@@ -726,7 +728,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--budget", action="append", type=_share, metavar="SHARE", help="of the keep-all peak; several times")
     add("--repeats", type=int, help="timed steps a cell (default: 3, on a CPU 1)")
     add("--steps", type=int, help="training steps with each plan, losses held against plain PyTorch's (default: 0, on a CPU 10)")
-    add("--backend", default="aot_eager_decomp_partition", help="of torch.compile (default: %(default)s)")
+    add(
+        "--backend",
+        default="aot_eager_decomp_partition",
+        help="of torch.compile, and of its plans if inductor (default: %(default)s)",
+    )
     add("--ratios", type=int, default=5, help="of torch.compile's memory budget, tried for each budget (default: %(default)s)")
     add("--small", action="store_true", help="small sizes on the CPU, even where there is a GPU")
     add("--large", action="store_true", help="the sizes for a GPU, even on a CPU")

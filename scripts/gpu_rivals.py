@@ -150,7 +150,7 @@ class Bench:
         if by_allocator and device.type == "cpu":
             time_ns = wall_time_ns(once, prepare=self._as_at_first, repeats=self._repeats)
             self._as_at_first()
-            loss, above = _profiled(once)
+            loss, above = profiled(once)
             return self._compared(loss, time_ns, resident + above, None)
         measured = measure(once, device, resident, prepare=self._as_at_first, repeats=self._repeats)
         return self._compared(measured.result, measured.time_ns, measured.peak_bytes, measured.reserved_bytes)
@@ -245,7 +245,7 @@ def largest_difference(wanted: Mapping[Any, Tensor], found: Mapping[Any, Tensor]
     return largest
 
 
-def _profiled(once: Once) -> tuple[Tensor, int]:
+def profiled(once: Once) -> tuple[Tensor, int]:
     """Run once on the CPU: the loss, and the most the allocator held above the start."""
     cpu = torch.profiler.ProfilerActivity.CPU
     with torch.profiler.profile(activities=[cpu], profile_memory=True) as profile:

@@ -226,6 +226,26 @@ def hosted(rows: Sequence[Row]) -> str:
     return table(("model", "ops", "plain PyTorch", *HOSTED), lines)
 
 
+def compiled(rows: Sequence[Row]) -> str:
+    """One line for each model: peak and time of a compiled step, of the leanest that the compiler finds, and with plans."""
+
+    def cell(row: Row) -> str:
+        if row["status"] != "MEASURED":
+            return "infeasible" if row["status"] == "InfeasibleBudget" else "-"
+        return f"{size(row['measured_peak_bytes'])}, {row['measured_time_ns'] / 1e6:.0f} ms"
+
+    shares = sorted({row["budget_fraction"] for row in rows if row["method"] == "planned"}, reverse=True)
+    lines = []
+    for graph in dict.fromkeys(row["graph"] for row in rows):
+        mine = [row for row in rows if row["graph"] == graph]
+        whole, *own = (row for row in mine if row["method"] == "inductor")
+        plans = {row["budget_fraction"]: row for row in mine if row["method"] == "planned"}
+        leanest = min(own, key=lambda row: int(row["measured_peak_bytes"]))
+        lines.append((graph, *map(cell, (whole, leanest, *(plans[share] for share in shares)))))
+    asked = [f"plan for {share:.0%}".replace("%", " %") for share in shares]
+    return table(("model", "`torch.compile`", "its own budget, least peak", *asked), lines)
+
+
 def middle_and_most(shares: Sequence[float]) -> str:
     """ "1.23 % / 4.56 %", or a dash."""
     return f"{percent(median(shares))} / {percent(max(shares))}" if shares else "-"
@@ -255,6 +275,10 @@ def results() -> str:
             "What a step takes on the host, one thread, processor time (`benchmarks/eager_cpu.jsonl`). Straight-line code has "
             "less to do than autograd; deciding in Python takes longer than a small op, as these are but for the last model's:",
             hosted(read_rows(ROOT / "benchmarks" / "eager_cpu.jsonl")),
+            "One training step compiled by Inductor on a CPU, two threads (`benchmarks/inductor_cpu.jsonl`, made by "
+            "`python -m belady.bench_inductor`): measured peak and time with nothing asked, for the least peak among ratios of "
+            "the compiler's memory budget, and with plans for shares of the first peak:",
+            compiled(read_rows(ROOT / "benchmarks" / "inductor_cpu.jsonl")),
             END,
         )
     )
