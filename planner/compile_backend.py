@@ -46,6 +46,7 @@ from graphs.capture import Step, numbered
 from graphs.errors import CaptureError, InfeasibleBudget, InputError, InvalidSchedule, NoScheduleFound
 from graphs.ir import Graph
 from graphs.rewriting.nodes import outputs_of, tensors_of
+from graphs.rewriting.operators import IN_MEMORY
 from graphs.torch_private.names import ONE_TRACE_AT_A_TIME, BoxedCodeGen
 from graphs.torch_private.partitioned import (
     backward_is_traced_again,
@@ -419,8 +420,8 @@ def _cut(joint: _Joint, schedule: Schedule, *, fused: bool) -> tuple[fx.GraphMod
     first.drop_unread(tangents)
     forward, backward = first.finish("Forward"), second.finish("Backward")
     if fused:
-        put_after(forward, _waiting(forward, first, set(range(len(graph.ops)))))
-        put_after(backward, _waiting(backward, second, late_ops(graph, joint.values(joint.tangents))))
+        put_after(forward, _waiting(forward, first, set(range(len(graph.ops)))), IN_MEMORY)
+        put_after(backward, _waiting(backward, second, late_ops(graph, joint.values(joint.tangents))), IN_MEMORY)
     return forward, backward, len(saved)
 
 

@@ -19,3 +19,7 @@ def define_operator(
     _library.define(schema, tags=tags)  # type: ignore[no-untyped-call]
     _library.impl(name, function, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
     torch.library.register_fake(f"belady::{name}", stand_in, lib=_library)
+
+
+define_operator("in_memory(Tensor data) -> Tensor", torch.clone, torch.empty_like)
+IN_MEMORY = torch.ops.belady.in_memory.default

@@ -12,7 +12,6 @@ from torch import Tensor, fx, nn
 from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput, ParamAOTInput, PlainAOTInput
 from torch._ops import OpOverload
 
-from graphs.rewriting.operators import define_operator
 from graphs.torch_private.joint import casts_kept
 from graphs.torch_private.kernels import eager_kernels
 from graphs.torch_private.names import FakeTensor, tree_leaves
@@ -102,21 +101,26 @@ def compile_fused(
     return cast(Callable[..., Any], compiled)
 
 
-def put_after(module: fx.GraphModule, after: Mapping[fx.Node, fx.Node]) -> None:
-    """Have Inductor run calls of a graph after others that stand before them (``after``: which after which)."""
+def put_after(module: fx.GraphModule, after: Mapping[fx.Node, fx.Node], in_memory: OpOverload[..., Any]) -> None:
+    """Have Inductor run calls of a graph after others that stand before them.
+
+    after      which after which
+    in_memory  an operator that returns its argument, which gets memory by that: what Inductor computes wherever it is read would
+               not wait
+    """
     from torch._inductor import lowering
     from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
     from torch.utils._ordered_set import OrderedSet
 
-    if _in_memory not in lowering.lowerings:
-        lowering.register_lowering(_in_memory, type_promotion_kind=None)(_realized)
+    if in_memory not in lowering.lowerings:
+        lowering.register_lowering(in_memory, type_promotion_kind=None)(_realized)
     waits: dict[fx.Node, fx.Node] = {}
     for node, other in after.items():
         waits[node] = other
         value = node.meta["val"]
-        if isinstance(value, Tensor):  # what is computed wherever it is read would not wait: this gives it memory
+        if isinstance(value, Tensor):
             with module.graph.inserting_after(node):
-                held = module.graph.call_function(_in_memory, (node,))
+                held = module.graph.call_function(in_memory, (node,))
             held.meta = dict(node.meta)
             for user in [user for user in node.users if user is not held]:
                 user.replace_input_with(node, held)
@@ -128,10 +132,6 @@ def put_after(module: fx.GraphModule, after: Mapping[fx.Node, fx.Node]) -> None:
 def _realized(buffer: Any) -> Any:
     buffer.realize()
     return buffer
-
-
-define_operator("in_memory(Tensor data) -> Tensor", torch.clone, torch.empty_like)
-_in_memory = torch.ops.belady.in_memory.default  # what Inductor does not compute again wherever it is read
 
 
 def inductor_options() -> frozenset[str]:
