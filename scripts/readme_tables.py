@@ -232,7 +232,9 @@ def compiled(rows: Sequence[Row]) -> str:
     def cell(row: Row) -> str:
         if row["status"] != "MEASURED":
             return "infeasible" if row["status"] == "InfeasibleBudget" else "-"
-        return f"{size(row['measured_peak_bytes'])}, {row['measured_time_ns'] / 1e6:.0f} ms"
+        asked, found = row["budget_bytes"], row["measured_peak_bytes"]
+        over = f" (> {format_bytes(asked)})" if asked is not None and found > asked else ""
+        return f"{size(found)}{over}, {row['measured_time_ns'] / 1e6:.0f} ms"
 
     shares = sorted({row["budget_fraction"] for row in rows if row["method"] == "planned"}, reverse=True)
     lines = []
@@ -277,7 +279,8 @@ def results() -> str:
             hosted(read_rows(ROOT / "benchmarks" / "eager_cpu.jsonl")),
             "One training step compiled by Inductor on a CPU, two threads (`benchmarks/inductor_cpu.jsonl`, made by "
             "`python -m belady.bench_inductor`): measured peak and time with nothing asked, for the least peak among ratios of "
-            "the compiler's memory budget, and with plans for shares of the first peak:",
+            "the compiler's memory budget, and with plans for shares of the first peak (times here vary by a third from run to "
+            "run; -: no plan found):",
             compiled(read_rows(ROOT / "benchmarks" / "inductor_cpu.jsonl")),
             END,
         )
