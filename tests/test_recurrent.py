@@ -127,7 +127,14 @@ def test_autocast_casts_the_weights_of_two_calls_once(kind: Callable[..., nn.RNN
         with torch.autocast("cpu", torch.bfloat16):
             return mean_square(inner(x)) + mean_square(inner(2 * x))
 
-    same_as_plain(Model(kind(8, 7), twice), (torch.randn(4, 3, 8),))
+    model, x = Model(kind(8, 7), twice), torch.randn(4, 3, 8)
+    try:
+        model(x)
+    except RuntimeError as error:
+        if "primitive descriptor" not in str(error):
+            raise
+        pytest.skip("plain PyTorch has no kernel for this layer in bfloat16 on this processor")
+    same_as_plain(model, (x,))
 
 
 def test_the_kernel_is_not_taken_where_the_program_takes_none() -> None:
