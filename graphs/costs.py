@@ -172,9 +172,14 @@ def flops(node: fx.Node) -> int:
 
 def flops_of(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> int:
     """Floating-point operations of a call of an operator, by the shapes of tensors; 0 for one without a formula."""
-    packet = target.overloadpacket if isinstance(target, OpOverload) else target
-    formula = _OWN_FORMULAS.get(str(packet)) or flop_registry.get(packet)
+    formula = formula_of(target)
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
+
+
+def formula_of(target: Any) -> Callable[..., int] | None:
+    """How the operations of an operator are counted; products, convolutions, attention and recurrent layers have a formula."""
+    packet = target.overloadpacket if isinstance(target, OpOverload) else target
+    return _OWN_FORMULAS.get(str(packet)) or flop_registry.get(packet)
 
 
 # What an op moves.

@@ -38,11 +38,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils.flop_counter import flop_registry
 
 from graphs.as_eager.draws_in_place import draws_laid_out
 from graphs.as_eager.layouts import kernels_layouts
 from graphs.capture import Step, numbered
+from graphs.costs import formula_of
 from graphs.errors import CaptureError, InfeasibleBudget, InputError, InvalidSchedule, NoScheduleFound
 from graphs.ir import Graph
 from graphs.rewriting.nodes import outputs_of, tensors_of
@@ -454,5 +454,5 @@ def _waiting(module: fx.GraphModule, code: Code, bound: set[int]) -> dict[fx.Nod
 
 
 def _is_heavy(node: fx.Node) -> bool:
-    """Whether it is a product, a convolution or an attention, which no other op is fused with."""
-    return getattr(node.target, "overloadpacket", None) in flop_registry
+    """Whether it is a product, a convolution, an attention or a recurrent layer, which no other op is fused with."""
+    return formula_of(node.target) is not None
