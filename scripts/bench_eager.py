@@ -11,7 +11,6 @@ the wall clock.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
 import gc
@@ -35,8 +34,7 @@ from online.runtime import Run, run
 from planner.execute import PlannedModule, PlannedStep
 from planner.schedule import Compute, Schedule, keep_all
 
-from .output import ended
-from .rows import write_rows
+from .steps import bench_models
 
 REPEATS = 9
 SHARES = (None, 1.0, 0.9, 0.8, 0.7, 0.6, 0.5)
@@ -173,6 +171,7 @@ def _executed(step: Step, x: Tensor, plain_s: float) -> list[dict[str, Any]]:
 
 def rows(name: str) -> list[dict[str, Any]]:
     """One row a budget; the first, without one, is plain PyTorch."""
+    torch.set_num_threads(1)
     torch.manual_seed(0)
     make, inputs = CASES[name]
     model, x = make(), inputs()
@@ -241,22 +240,7 @@ def rows(name: str) -> list[dict[str, Any]]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and write the rows; return the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    default = "benchmarks/eager_cpu.jsonl"
-    parser.add_argument("--out", default=default, help=f"the file, written whole; - for standard output (default: {default})")
-    parser.add_argument("--only", action="append", choices=CASES, help="one model; several times")
-    arguments = parser.parse_args(argv)
-
-    def work() -> int:
-        torch.set_num_threads(1)
-        found = []
-        for name in arguments.only or CASES:
-            print(name, file=sys.stderr, flush=True)  # a bar would be drawn by a thread, whose time is counted
-            found += rows(name)
-        write_rows(arguments.out, found)
-        return 0
-
-    return ended("bench_eager", work, goes_on=False)
+    return bench_models("bench_eager", __doc__, "benchmarks/eager_cpu.jsonl", CASES, rows, argv)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ which takes half a minute on two cores; peaks and times are those of the compile
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import logging
 import sys
@@ -21,12 +20,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from graphs.capture import capture
+from graphs.errors import InfeasibleBudget, NoScheduleFound
 from graphs.torch_private.partitioned import activation_memory_budget
 
 from .bench_eager import CASES, Chain
 from .gpu_rivals import Bench, Trial
-from .output import ended
-from .rows import write_rows
+from .steps import bench_models
 
 RATIOS = (1.0, 0.5, 0.25, 0.1, 0.05)
 SHARES = (0.9, 0.7, 0.5, 0.4, 0.3)
@@ -64,13 +63,14 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
 
 def rows(name: str) -> list[dict[str, Any]]:
     """One row a ratio, then one a share."""
+    logging.getLogger("torch").setLevel(logging.ERROR)
     torch.manual_seed(0)
     make, given = MODELS[name]
     inputs = given()
     bench = Bench(capture(make(), inputs, name=name), inputs, repeats=REPEATS)
     found = []
 
-    def note(method: str, share: float, budget_bytes: int | None, run: Callable[[], Trial]) -> dict[str, Any]:
+    def note(method: str, share: float, budget_bytes: int | None, run: Callable[[], Trial]) -> None:
         row: dict[str, Any] = {
             "graph": name,
             "device": "cpu",
@@ -80,17 +80,18 @@ def rows(name: str) -> list[dict[str, Any]]:
             "measured_eager_time_ns": bench.plain.time_ns,
             "measured_eager_peak_bytes": bench.plain.peak_bytes,
         }
-        print(f"{name} {method} {share}", file=sys.stderr, flush=True)
+        print(f"  {method} {share}", file=sys.stderr, flush=True)
         try:
             trial = run()
-        except Exception as error:  # the compiler wraps what a backend raises
-            inner = getattr(error, "inner_exception", error)
-            row |= {"status": type(inner).__name__, "reason": str(inner).partition("\n")[0]}
+        except Exception as error:
+            inner = getattr(error, "inner_exception", error)  # the compiler wraps what a backend raises
+            if not isinstance(inner, InfeasibleBudget | NoScheduleFound):
+                raise
+            row |= {"status": type(inner).__name__, "reason": str(inner)}
         else:
             row |= {"status": "MEASURED", "measured_time_ns": trial.time_ns, "measured_peak_bytes": trial.peak_bytes}
             row["max_grad_error"] = trial.grad_error
         found.append(row)
-        return row
 
     for ratio in RATIOS:
         with activation_memory_budget(ratio) if ratio < 1 else contextlib.nullcontext():
@@ -104,18 +105,7 @@ def rows(name: str) -> list[dict[str, Any]]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and write the rows; return the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    default = "benchmarks/inductor_cpu.jsonl"
-    parser.add_argument("--out", default=default, help=f"the file, written whole; - for standard output (default: {default})")
-    parser.add_argument("--only", action="append", choices=MODELS, help="one model; several times")
-    arguments = parser.parse_args(argv)
-
-    def work() -> int:
-        logging.getLogger("torch").setLevel(logging.ERROR)
-        write_rows(arguments.out, [row for name in arguments.only or MODELS for row in rows(name)])
-        return 0
-
-    return ended("bench_inductor", work, goes_on=False)
+    return bench_models("bench_inductor", __doc__, "benchmarks/inductor_cpu.jsonl", MODELS, rows, argv)
 
 
 if __name__ == "__main__":

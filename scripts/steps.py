@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +40,34 @@ def graph_of(name: str, built: Built) -> Graph:
 
     model, inputs, loss = built
     return with_costs(capture(model, inputs, loss=loss, name=name), "roofline").graph
+
+
+def bench_models(
+    program: str,
+    about: str | None,
+    file: str,
+    models: Iterable[str],
+    rows_of: Callable[[str], Iterable[dict[str, Any]]],
+    argv: Sequence[str] | None,
+) -> int:
+    """The command line of a benchmark of models of its own: write their rows to ``file``, when all is done; the exit code.
+
+    No bar shows how far it is: it would be drawn by a thread, whose time is counted.
+    """
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", default=file, help=f"the file, written whole; - for standard output (default: {file})")
+    parser.add_argument("--only", action="append", choices=list(models), help="one model; several times")
+    arguments = parser.parse_args(argv)
+
+    def work() -> int:
+        found: list[dict[str, Any]] = []
+        for name in arguments.only or models:
+            print(name, file=sys.stderr, flush=True)
+            found += rows_of(name)
+        write_rows(arguments.out, found)
+        return 0
+
+    return ended(program, work, goes_on=False)
 
 
 def bench_workloads(
