@@ -46,7 +46,7 @@ FUSED: dict[str, Any] = {**TIGHT, "kernels": "inductor"}
 
 
 @pytest.fixture(autouse=True)
-def compiled_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def compiled_here() -> Iterator[None]:
     """In this process: a pool of others would outlive the test."""
     from torch._inductor import config
 

@@ -116,7 +116,9 @@ class Code:
         for node in reversed(self.graph.nodes):
             if node.target is operator.getitem and not node.users:  # made again with others, not read this time
                 self.graph.erase_node(node)
-        for node in () if self._as_captured else self.graph.nodes:
+        if self._as_captured:
+            return
+        for node in self.graph.nodes:
             if (other := without_statistics(node)) is not None:
                 target, args, count = other
                 with self.graph.inserting_before(node):
