@@ -139,7 +139,7 @@ class Step:
 
     @property
     def buffers(self) -> dict[str, Tensor]:
-        """Buffers of the model by name, and the parameters without gradients that its forward changes."""
+        """Buffers of the model by name, and the parameters that its forward changes."""
         changed = {name: operator.attrgetter(name)(self.model) for name in _changed(self.results)}
         return {**dict(self.model.named_buffers()), **changed}
 
@@ -215,9 +215,9 @@ def capture(
     graph = joint.module.graph
     names = list(state)
     changed = {names[i] for kind, i in filter(None, joint.results) if kind == "state"}
-    # A parameter that is registered as a buffer is one, and so is one that the forward changes and that has no gradient, as those
-    # of a teacher that follows the model.
-    parameters = {key for key, tensor in model.named_parameters() if tensor.requires_grad or key not in changed}
+    # A parameter that is registered as a buffer is one, and so is one that the forward changes: that of a teacher that follows
+    # the model, or of a layer that bounds its weights.
+    parameters = {key for key, _ in model.named_parameters() if key not in changed}
     sources, tensors = _sources(joint, state, parameters, leaves, form)
     for node, tensor in lift_constants(joint.module):
         sources.append(Source("constant", node.name))
@@ -226,7 +226,7 @@ def capture(
         (tensor for source, tensor in zip(sources, tensors, strict=True) if source.kind == "constant" and tensor is not None),
         leftovers,
     )
-    results = _results(name, joint, state, parameters, leaves, form)
+    results = _results(name, joint, state, leaves, form)
     _refuse_late_writes(name, graph, sources, results)
     _refuse_shared_constants(name, sources, tensors, results)
     _refuse_turns(name, graph, sources, results)
@@ -357,9 +357,7 @@ def _sources(
     return sources, tensors
 
 
-def _results(
-    name: str, joint: Joint, state: Mapping[str, Tensor], parameters: Set[str], leaves: Sequence[Any], form: InputForm
-) -> list[Result]:
+def _results(name: str, joint: Joint, state: Mapping[str, Tensor], leaves: Sequence[Any], form: InputForm) -> list[Result]:
     """What the outputs are; those that are nothing leave the graph."""
     names = list(state)
     results: list[Result] = []
@@ -371,10 +369,6 @@ def _results(
         if kind == "input":
             label = [label for label, leaf in zip(form.labels, leaves, strict=True) if isinstance(leaf, Tensor)][i]
             raise CaptureError(f"{name} changes {label} in place; let it work on a copy")
-        if kind == "state" and names[i] in parameters:
-            raise CaptureError(
-                f"{name} changes its parameter {names[i]} in place during the forward; do that outside of the step"
-            )
         if kind == "state" and any(s == 0 < n - 1 for s, n in zip(state[names[i]].stride(), state[names[i]].shape, strict=True)):
             raise CaptureError(f"{name} changes {names[i]}, which is expanded (places share memory); make it contiguous()")
         if kind == "state" and (shape := node.meta["val"].shape) != state[names[i]].shape:

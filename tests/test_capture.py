@@ -191,6 +191,35 @@ def follower_case() -> Case:
     return Case(Follower(), x, lambda model: model(x))
 
 
+class Bounded(nn.Module):
+    """Weights that the forward bounds or moves, with gradients or without: in place, through ``.data``, and by other memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(6, 8, max_norm=0.5)
+        self.clamped, self.scaled, self.renormed, self.follows = (nn.Linear(8, 8) for _ in range(4))
+        self.follows.requires_grad_(False)
+        self.rows = nn.Conv1d(1, 1, 3, padding=1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.renormed(self.words(ids))  # what autograd keeps of this call is memory, not the parameter
+        x = self.rows(x[:, None]).tanh()[:, 0]  # and here the parameter
+        self.clamped.weight.data.clamp_(-0.1, 0.1)
+        with torch.no_grad():
+            self.scaled.weight.mul_(0.9)
+        for layer in (self.renormed, self.rows, self.renormed):
+            layer.weight.data = torch.renorm(layer.weight.data, 2, 0, 0.9)
+        self.follows.weight.data = 0.9 * self.follows.weight.data + 0.1 * self.scaled.weight.data
+        self.clamped.weight.data = self.clamped.weight.data  # nothing changes
+        x = self.rows(x[:, None])[:, 0]
+        return square(self.follows(self.renormed(self.scaled(self.clamped(x)).sin())))
+
+
+def bounded_case() -> Case:
+    ids = torch.tensor([1, 5, 1, 0])
+    return Case(Bounded(), ids, lambda model: model(ids))
+
+
 def encoder_case() -> Case:
     x = torch.randn(3, 5, 8)  # attention drops out along a transposed activation
     return Case(nn.TransformerEncoderLayer(8, 2, 16, 0.15), x, lambda model: square(model(x)), square)
@@ -516,6 +545,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "tied bf16": lambda: tied_case(autocast=torch.bfloat16),
     "in two places": two_places_case,
     "follower": follower_case,
+    "bounded weights": bounded_case,
     "encoder layer": encoder_case,
     "gpt2": lambda: transformers_case("gpt2"),
     "gpt2 bf16": lambda: transformers_case("gpt2", autocast=torch.bfloat16),
@@ -747,7 +777,9 @@ def test_batch_norm_takes_the_operator_that_chooses_cudnn_where_eager_does(monke
         assert_same(answer_of(step, run_by_ops(step, case.inputs)), plain)
 
 
-@pytest.mark.parametrize("name", ["cnn bf16", "lstm cells", "bert", "gpt2", "assigned buffer", "in two places", "follower"])
+@pytest.mark.parametrize(
+    "name", ["cnn bf16", "lstm cells", "bert", "gpt2", "assigned buffer", "in two places", "follower", "bounded weights"]
+)
 def test_capture_changes_nothing(name):
     torch.manual_seed(1)
     case = CASES[name]()
@@ -1219,10 +1251,39 @@ def first_call_differs(model, x):
     return square(model.linear(x) * scale)
 
 
-def assigns_data(model, x):
-    model.plain_buffer = model.linear(x).detach()
-    model.linear.bias.data = model.linear.bias.data * 0.9
+def data_refused(content: Callable[[Any, Tensor], Tensor]) -> Step:
+    """Captures a step in which the forward gives a parameter this memory."""
+
+    def forward(model, x):
+        model.linear.weight.data = content(model, x)
+        return square(model.other(model.linear(x)))
+
+    model = Lambda(forward)
+    model.other = nn.Linear(8, 8)
+    return capture(model, x8)
+
+
+def assigns_to_both(model, x):
+    model.other.weight.data = 2 * model.linear.weight.data
+    return model.other.weight.data
+
+
+def assigns_an_input(model, x):
+    model.linear.weight.data = x
     return square(model.linear(x))
+
+
+def assigns_to_an_activation(model, x):
+    y = model.linear(x)
+    y.data = 2 * y.data
+    return square(y)
+
+
+def halves_late(model, x):
+    y = model.linear(model.linear(x).tanh())
+    with torch.no_grad():
+        model.linear.weight.mul_(0.5)
+    return square(y)
 
 
 def seeds(model, x):
@@ -1702,8 +1763,11 @@ REFUSED: dict[str, tuple[Callable[[], Step], str]] = {
     "wrong shape": (lambda: capture(linear(), torch.randn(4, 9), loss=square), "Linear cannot be traced: RuntimeError"),
     "lazy": (lambda: capture(nn.LazyLinear(8), x8, loss=square), "has no shape yet"),
     "input in place": (lambda: capture(Lambda(lambda m, x: square(m.linear(x.relu_()))), x8.clone()), "changes inputs in place"),
-    "parameter in place": (
-        lambda: capture(nn.Embedding(4, 8, max_norm=1.0), torch.tensor([1]), loss=square), "changes its parameter weight in place"
+    "parameter in place with a gradient": (
+        lambda: capture(Lambda(lambda m, x: square(m.linear(x) * m.linear.bias.mul_(0.9))), x8), "a leaf Variable that requires"
+    ),
+    "parameter in place after its use": (
+        lambda: capture(Lambda(halves_late), x8), "needed for gradient computation has been modified by an inplace operation"
     ),
     "buffers of one storage": (lambda: capture(overlapping(), x8), "memory another buffer, parameter or input has too"),
     "buffer that is the input": (input_is_the_buffer, "memory another buffer, parameter or input has too"),
@@ -1757,7 +1821,12 @@ REFUSED: dict[str, tuple[Callable[[], Step], str]] = {
     "backward in the backward": (
         lambda: capture(Lambda(lambda m, x: square(Reversible.apply(m.linear(x), m.linear))), x8), "use torch.autograd.grad"
     ),
-    "data assigned": (lambda: capture(Lambda(assigns_data), x8), "assigns the .data of a tensor"),
+    "data of another shape": (lambda: data_refused(lambda m, x: x[:0, :0]), "assigns the .data of a tensor in its forward"),
+    "data laid out otherwise": (lambda: data_refused(lambda m, x: (2 * m.linear.weight).t()), "assigns the .data of a tensor"),
+    "data of another parameter": (lambda: data_refused(lambda m, x: m.other.weight.data), "assigns the .data of a tensor"),
+    "data of an input": (lambda: capture(Lambda(assigns_an_input), torch.ones(8, 8)), "assigns the .data of a tensor"),
+    "one memory for two": (lambda: data_refused(assigns_to_both), "assigns the .data of a tensor"),
+    "data of an activation": (lambda: capture(Lambda(assigns_to_an_activation), x8), "assigns the .data of a tensor"),
     "frozen parameter replaced": (
         lambda: frozen_refused(lambda m: setattr(m.other, "weight", nn.Parameter(m.other.weight * 0.9))), "replaces other.weight",
     ),

@@ -1319,6 +1319,59 @@ def test_a_teacher_that_follows_the_model_does_so_once_a_step() -> None:
         module(x)
 
 
+class Bounded(nn.Module):
+    """Weights with gradients that the forward bounds: in place (an embedding's norms, by ``.data``) and by other memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(50, 16, max_norm=0.5)
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(6))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.words(ids)
+        for i, layer in enumerate(self.layers):
+            weight = cast(nn.Linear, layer).weight
+            if i % 2:
+                weight.data.clamp_(-0.2, 0.2)
+            else:
+                weight.data = torch.renorm(weight.data, p=2, dim=0, maxnorm=0.5)
+            x = layer(x).sin()
+        return x.square().mean()
+
+
+def test_weights_that_the_forward_bounds_are_bounded_once_a_step_and_trained() -> None:
+    model, ids = Bounded(), torch.randint(0, 50, (400,))
+    twin = copy.deepcopy(model)
+    planned = plan_of(model, 0.7, inputs=ids)
+    assert planned.overhead is not None and planned.overhead > 0
+    module, step = planned.module(), planned.step
+    assert step is not None and set(step.buffers) == {"words.weight", *(f"layers.{i}.weight" for i in range(6))}
+    momenta = []
+    for trained in (module, twin):
+        optimizer = torch.optim.SGD(trained.parameters(), lr=5.0, momentum=0.9)
+        for shift in range(4):
+            optimizer.zero_grad()
+            trained((ids + shift) % 50).backward()
+            optimizer.step()
+        momenta.append([optimizer.state[p]["momentum_buffer"] for p in trained.parameters()])
+    _same(model.state_dict(), twin.state_dict())
+    assert all(torch.equal(a, b) for a, b in zip(*momenta, strict=True))
+    before = copy.deepcopy(model.state_dict())
+    with torch.no_grad():
+        assert torch.equal(module(ids), twin(ids))
+    _same(model.state_dict(), twin.state_dict())
+    assert all((weight != before[name]).any() for name, weight in step.buffers.items())
+    online = online_run(step, planned.budget_bytes, execute=True, inputs=ids)
+    assert online.outcome is not None
+    for either in (model, twin):
+        either.zero_grad()
+    loss = twin(ids)
+    loss.backward()
+    assert torch.equal(online.outcome.write(model), loss)
+    _same(model.state_dict(), twin.state_dict())
+    _same({name: p.grad for name, p in model.named_parameters()}, {name: p.grad for name, p in twin.named_parameters()})
+
+
 def test_what_is_added_to_a_module_is_the_models_and_no_part_of_the_plan() -> None:
     model, inputs, _ = _mlp()
     step = capture(model, inputs)

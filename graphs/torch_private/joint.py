@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
-from torch._functorch._aot_autograd import collect_metadata_analysis
+from torch._functorch._aot_autograd import collect_metadata_analysis, graph_capture_wrappers
 from torch._functorch._aot_autograd.descriptors import (
     BufferAOTInput,
     GradAOTOutput,
@@ -88,6 +88,8 @@ def trace_joint(
         stack.enter_context(casts_kept())
         stack.enter_context(_generators_let_in())
         stack.enter_context(_unread_kept(is_kept))
+        # Parameters that the forward changes would be cloned before, so that they are no leaves; nothing is written in the graph.
+        stack.enter_context(patched(graph_capture_wrappers, "maybe_to_fresh_input", _not_cloned))
         # Recurrent layers are traced as their cells: the fused oneDNN layer does not tell how much memory it takes.
         stack.enter_context(onednn_as(False))
         stack.enter_context(quiet_stand_ins())
@@ -97,10 +99,19 @@ def trace_joint(
         module = aot_export_joint_with_descriptors(stack, _Body(body, state), tuple(inputs)).graph_module
         traced()
     _drop_tokens(module.graph)
+    _drop_tangents_of_changes(module.graph)
     sources = tuple(_source(node.meta["desc"]) for node in module.graph.find_nodes(op="placeholder"))
     results = tuple(_result(desc) for desc in module.graph.output_node().meta.pop("desc"))
     module.graph.set_codegen(CodeGen())
     return Joint(module, sources, results)
+
+
+_fresh: Any = graph_capture_wrappers.maybe_to_fresh_input
+
+
+def _not_cloned(index: int, argument: Any, metadata: Any) -> Any:
+    known = metadata.input_info[index]
+    return argument if known.mutates_data and not known.mutates_metadata else _fresh(index, argument, metadata)
 
 
 def _source(desc: Any) -> tuple[str, int]:
@@ -151,6 +162,29 @@ def _drop_tokens(graph: fx.Graph) -> None:
     output.args = ([None if node in tokens else node for node in entries],)
     for node in tokens:
         graph.erase_node(node)
+
+
+def _drop_tangents_of_changes(graph: fx.Graph) -> None:
+    """Give parameters that the forward changes the gradient that autograd gives a leaf, whose changes have none.
+
+    The tracer takes their new content for a further result of the step: it has a tangent, which comes first in the sum that is
+    the gradient.
+    """
+    output = graph.output_node()
+    for tangent in graph.find_nodes(op="placeholder"):
+        desc = tangent.meta["desc"]
+        if not isinstance(desc, TangentAOTInput) or not isinstance(desc.output, InputMutationAOTOutput):
+            continue
+        for user in list(tangent.users):
+            if user is output:  # nobody reads the parameter after the change
+                entries = cast(Sequence[fx.Node | None], output.args[0])
+                output.args = ([None if entry is tangent else entry for entry in entries],)
+            elif user.target is torch.ops.aten.add.Tensor and len(user.all_input_nodes) == 2 and not user.kwargs:
+                user.replace_all_uses_with(next(node for node in user.all_input_nodes if node is not tangent))
+                graph.erase_node(user)
+            else:
+                raise NotImplementedError(f"the gradient of a parameter's change goes through {user.target}")
+        graph.erase_node(tangent)
 
 
 @contextlib.contextmanager

@@ -6,8 +6,8 @@ import contextlib
 import functools
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTens
 
 from graphs.torch_private.names import tree_leaves, tree_map_only
 from graphs.torch_private.patching import patched
+from graphs.torch_private.tensors import storage_key
 
 
 def to_fake(tensors: Iterable[Tensor]) -> list[Tensor]:
@@ -24,6 +25,53 @@ def to_fake(tensors: Iterable[Tensor]) -> list[Tensor]:
     modes = [t.fake_mode for t in tensors if isinstance(t, FakeTensor)]
     mode = modes[0] if modes else FakeTensorMode(allow_non_fake_inputs=True)  # real constants of the model are let in
     return [t if isinstance(t, FakeTensor) else mode.from_tensor(t, static_shapes=True) for t in tensors]
+
+
+class Given:
+    """What a traced call assigns to the ``.data`` of the stand-ins of parameters and buffers: like in eager execution they have
+    other memory from then on, and what lies in the old one keeps it.
+
+    stand_ins  of parameters and buffers, by name
+    others     stand-ins of what else was there before the call
+    """
+
+    def __init__(self, stand_ins: Mapping[str, Tensor], others: Iterable[Tensor]) -> None:
+        self._name_of = {id(tensor): name for name, tensor in stand_ins.items()}
+        self._old: dict[str, tuple[Any, Any]] = {}
+        self._taken = {storage_key(_inner(tensor)) for tensor in (*stand_ins.values(), *others)}
+
+    def give(self, one: Tensor, value: Any) -> bool:
+        """``one.data = value``; false where that would mean another layout, or memory that something else has for good."""
+        name, new = self._name_of.get(id(one)), _inner(value)
+        if name is None or new is None or _layout(value) != _layout(one):
+            return False
+        if storage_key(new) == storage_key(_inner(one)):
+            return bool(value.storage_offset() == one.storage_offset())
+        if storage_key(new) in self._taken:
+            return False
+        self._taken.add(storage_key(new))
+        self._old.setdefault(name, (one, _inner(one)))
+        cast(Any, one).elem = new
+        return True
+
+    def write(self, keep: Collection[str]) -> set[str]:
+        """At the end of the call: write what was given into the old memory, but for these names, whose memory may still be read.
+        The tracer finds out there what a call writes to, and takes what it holds after another call. Returns all names."""
+        for name, (one, old) in self._old.items():
+            if name not in keep:
+                new = one.detach()
+                cast(Any, one).elem = old
+                with torch.no_grad():
+                    one.copy_(new)
+        return set(self._old)
+
+
+def _inner(tensor: Any) -> Any:
+    return tensor.elem if isinstance(tensor, FunctionalTensor) else None
+
+
+def _layout(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
 @contextlib.contextmanager

@@ -18,11 +18,11 @@ from graphs.torch_private.tensors import SameTensors, in_forward_mode, is_functo
 class Source:
     """Where the tensor of one placeholder comes from at run time.
 
-    kind    "parameter" and "buffer" of the model (``name`` is its qualified name; a parameter without a gradient that the
-            forward changes counts as a buffer), "input" (``index`` into the flattened inputs, ``name`` for messages),
+    kind    "parameter" and "buffer" of the model (``name`` is its qualified name; a parameter that the forward changes counts
+            as a buffer), "input" (``index`` into the flattened inputs, ``name`` for messages),
             "constant" (``name`` in ``Step.constants``: a tensor the model or its loss uses that is neither parameter nor
             buffer), "tangent" (gradient of the loss, ones unless the caller says otherwise)
-    trainable  a parameter that requires a gradient
+    trainable  it requires a gradient
     """
 
     kind: Literal["parameter", "buffer", "input", "constant", "tangent"]

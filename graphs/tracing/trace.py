@@ -30,7 +30,7 @@ from graphs.torch_private.kernels import attention_as_eager
 from graphs.torch_private.names import DATA_DEPENDENT, FakeTensor, FunctionalTensor, TreeSpec, tree_unflatten
 from graphs.torch_private.patching import patched
 from graphs.torch_private.running import around_backwards, holding
-from graphs.torch_private.stand_ins import noting_traced, to_fake
+from graphs.torch_private.stand_ins import Given, noting_traced, to_fake
 from graphs.tracing.answers import Answers
 from graphs.tracing.body import Body
 from graphs.tracing.constants import Constants, KnownFor
@@ -114,6 +114,7 @@ class _Attempts:
         self._watch, self._caches = Watch(name, body), Caches(body)
         # Buffers that the forward gives other tensors. It may read the old ones: these are kept apart.
         self._assigned: set[str] = set()
+        self._given: set[str] = set()  # what the forward has given other memory, through ``.data``
         self._held: dict[str, Tensor] = {}  # what the model holds during the latest call and its backward
         self._in_call = False
         self._since: Since | None = None
@@ -156,6 +157,7 @@ class _Attempts:
         """Trace. ``beside``: what is known of the data around a call, and so what the model may branch on."""
         watch = self._watch = Watch(self.name, self.body)
         self._knowing = beside
+        self._given = set()
         with (
             _plain_context(self.where),
             _untouched(watch, self.where),
@@ -181,6 +183,8 @@ class _Attempts:
                 if kept is None or not failed or isinstance(error, CaptureError):
                     raise
                 raise CaptureError(kept) from error
+        changed = {list(self.state)[i] for kind, i in filter(None, joint.results) if kind == "state"}
+        assert self._given <= {f"model.{key}" for key in changed}, "the tracer called the forward more often than twice"
         watch.settle()
         outside = left_outside(since, [*watch.own(), *self._caches.own()], self._caches.lengths())
         if outside.traced:
@@ -210,12 +214,14 @@ class _Attempts:
             self._since.call()
         try:
             self._beside = self._knowing()
-            with region, self._beside, self._watch.call(), holding(self.body, after):
+            contents = Given(passed, tensors_now)
+            with region, self._beside, self._watch.call(contents.give), holding(self.body, after):
                 loss = self.body(tree_unflatten(filled, self.spec))
         finally:
             self._in_call = False
         assert isinstance(loss, Tensor)
         _refuse_other_gradients(self.name, loss)
+        self._given |= contents.write(self._given)
         for key in given:
             own = key.removeprefix("model.")
             if after[key] is not passed[key]:

@@ -16,8 +16,10 @@ from graphs.torch_private.patching import patched
 
 
 @contextlib.contextmanager
-def unseen_refused(name: str, where: str) -> Iterator[None]:
+def unseen_refused(name: str, where: str, give: Callable[[Tensor, Any], bool] | None = None) -> Iterator[None]:
     """Refuse what changes a step's numbers and is no operator call, so that a trace would leave it out.
+
+    ``give(one, value)``: called where ``one.data = value`` is meant; false where it cannot be done.
 
     What the program's other threads do meanwhile is no matter of the step, but for the default dtype, which all have in common.
     """
@@ -33,11 +35,11 @@ def unseen_refused(name: str, where: str) -> Iterator[None]:
         return lambda *args, **kwargs: (plain if _is_another(here) else refuse)(*args, **kwargs)
 
     assigns = refusal(
-        f"assigns the .data of a tensor in its {where}, which a captured step would not see; write into the tensor in place"
+        f"assigns the .data of a tensor in its {where}, as a captured step cannot do after it; write into the tensor in place"
     )
 
     def assign(one: Tensor, value: Any) -> None:
-        if value is not one:  # as ``Module.to`` does with what is of that type already
+        if value is not one and not (give is not None and give(one, value)):  # the same: ``Module.to``, of that type already
             assigns()
 
     packs = refusal(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import types
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import torch
@@ -62,13 +62,14 @@ class Watch:
         self._given: set[tuple[str, str]] = set()  # attributes that the latest call, or its backward, has given a value
 
     @contextlib.contextmanager
-    def call(self) -> Iterator[None]:
-        """Around each call. Raises CaptureError where the call depends on what another call may have changed."""
+    def call(self, give: Callable[[Tensor, Any], bool]) -> Iterator[None]:
+        """Around each call. Raises CaptureError where the call depends on what another call may have changed. ``give``: as
+        ``unseen_refused`` has it."""
         numbers = numbers_now()
         calls = Calls(self.name)
         self._given = set()
         noted = gradient_mode_noted(self.askers)
-        with self._reading(), unseen_refused(self.name, "forward"), noted, calls, _compiled_apart(calls):
+        with self._reading(), unseen_refused(self.name, "forward", give), noted, calls, _compiled_apart(calls):
             yield
         self._compare_numbers(numbers, "forward")
         self._again = self._calls is not None
