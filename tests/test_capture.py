@@ -207,7 +207,7 @@ class Bounded(nn.Module):
         self.clamped.weight.data.clamp_(-0.1, 0.1)
         with torch.no_grad():
             self.scaled.weight.mul_(0.9)
-        for layer in (self.renormed, self.rows, self.renormed):
+        for layer in (self.renormed, self.rows, *[self.renormed] * 5):
             layer.weight.data = torch.renorm(layer.weight.data, 2, 0, 0.9)
         self.follows.weight.data = 0.9 * self.follows.weight.data + 0.1 * self.scaled.weight.data
         self.clamped.weight.data = self.clamped.weight.data  # nothing changes

@@ -39,6 +39,7 @@ class Given:
         self._name_of = {id(tensor): name for name, tensor in stand_ins.items()}
         self._old: dict[str, tuple[Any, Any]] = {}
         self._taken = {storage_key(_inner(tensor)) for tensor in (*stand_ins.values(), *others)}
+        self._all: list[Any] = []  # what was given; else other memory could come to have its key
 
     def give(self, one: Tensor, value: Any) -> bool:
         """``one.data = value``; false where that would mean another layout, or memory that something else has for good."""
@@ -50,6 +51,7 @@ class Given:
         if storage_key(new) in self._taken:
             return False
         self._taken.add(storage_key(new))
+        self._all.append(new)
         self._old.setdefault(name, (one, _inner(one)))
         cast(Any, one).elem = new
         return True
