@@ -38,8 +38,8 @@ class Given:
     def __init__(self, stand_ins: Mapping[str, Tensor], others: Iterable[Tensor]) -> None:
         self._name_of = {id(tensor): name for name, tensor in stand_ins.items()}
         self._old: dict[str, tuple[Any, Any]] = {}
-        self._taken = {storage_key(_inner(tensor)) for tensor in (*stand_ins.values(), *others)}
-        self._all: list[Any] = []  # what was given; else other memory could come to have its key
+        # What memory may not be given (again), by its key. It is kept: else other memory could come to have the same key.
+        self._taken = {storage_key(inner): inner for inner in map(_inner, (*stand_ins.values(), *others))}
 
     def give(self, one: Tensor, value: Any) -> bool:
         """``one.data = value``; false where that would mean another layout, or memory that something else has for good."""
@@ -50,8 +50,7 @@ class Given:
             return bool(value.storage_offset() == one.storage_offset())
         if storage_key(new) in self._taken:
             return False
-        self._taken.add(storage_key(new))
-        self._all.append(new)
+        self._taken[storage_key(new)] = new
         self._old.setdefault(name, (one, _inner(one)))
         cast(Any, one).elem = new
         return True
