@@ -170,13 +170,12 @@ def hooked(place: Place, on: str) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize(
-    ("on", "called"),
-    [("forward", False), ("forward", True), ("hook", False), ("hook of a gradient", True)],
-    ids=["forward", "forward-called before", "hook", "hook of a gradient-called before"],
-)
+@pytest.mark.parametrize("on", ["forward", "hook", "hook of a gradient"])
+@pytest.mark.parametrize("called", [False, True], ids=["", "called before"])
 @pytest.mark.parametrize("name", PLACES)
-def test_what_a_step_leaves_somewhere_is_not_taken_for_the_planned_steps(name: str, on: str, called: bool) -> None:
+def test_what_a_step_leaves_somewhere_is_not_taken_for_the_planned_steps(name: str, called: bool, on: str) -> None:
+    if (name, called, on) == ("list that the forward clears", False, "hook of a gradient"):
+        pytest.skip("one backward is traced, and the list is empty before: it could as well grow")
     place = PLACES[name]
     model, x = hooked(place, on), torch.randn(16, 8)
     place.before(model)

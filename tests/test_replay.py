@@ -320,8 +320,6 @@ def test_tables_of_slowdowns(log: Log, name: str, capsys: pytest.CaptureFixture[
         if found_name != name:
             continue
         for ratio, value in zip((1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1), wanted, strict=True):
-            if name == "lstm" and ratio not in (1.0, 0.7, 0.4, 0.3):
-                continue  # 5,239 calls: a minute for all of them
             options = {"release": "ignore"} if rule == "ignore" else {"heuristic": rule}
             found = cell(replay_log(log(name), ratio, **options))  # type: ignore[arg-type]
             assert found == value, f"{name} {rule} {ratio}: {found}, not {value}"

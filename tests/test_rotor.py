@@ -16,6 +16,7 @@ from planner import Status, keep_all, simulate, solve
 from planner.chains.chain import Stage, chain_of_ops
 from planner.chains.chain_dp import ChainProgram, Tables, Way
 from planner.methods.rotor import solve as rotor
+from planner.process.pauses import rare_collections
 from planner.schedule import with_frees
 from tests.chains import random_chain
 from tests.clock import stopwatch
@@ -258,12 +259,10 @@ def test_a_chain_too_long_for_tables_may_keep_all() -> None:
 
 def test_long_chains_are_cut_up_soon() -> None:
     graph = chain(10_000)
-    times_s = []
-    for _ in range(3):  # the machine may be busy with something else
+    with rare_collections():  # as whatever plans does; a full one goes through what all tests before have left
         taken_s = stopwatch()
         assert len(chain_of_ops(graph).stages) == 10_001
-        times_s.append(taken_s())
-    assert min(times_s) < 1, times_s
+        assert taken_s() < 1
 
 
 @pytest.mark.parametrize("slots", [0, -1, 1.5, True])

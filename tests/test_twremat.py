@@ -322,14 +322,9 @@ def test_long_sequences_keep_the_time_limit() -> None:
     taken_s = stopwatch()
     tree = decompose(graph)
     time_limit_s = 2 * taken_s() + 0.5
-    over_s = []
-    for _ in range(3):  # the machine may be busy with something else
-        taken_s = stopwatch()
-        found = solve(graph, 500, time_limit_s=time_limit_s)
-        over_s.append(taken_s() - 1.1 * time_limit_s)
-        if over_s[-1] <= 1:
-            break
-    assert min(over_s) <= 1, over_s
+    taken_s = stopwatch()
+    found = solve(graph, 500, time_limit_s=time_limit_s)
+    assert taken_s() <= 1.1 * time_limit_s + 1
     assert found.notes["stopped"].startswith("time limit")
     runs = remat(graph, tree, together=False)
     assert runs is not None and len(runs) > 100_000
