@@ -15,7 +15,7 @@ import math
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +31,8 @@ Cost = Literal["neighborhood", "ancestors", "union_find", "producers", "demand",
 SPARED = 2.0**-200  # what a rebuild under way will read counts as that much smaller: it goes where nothing else is left
 SMALL = 0.01  # of the mean size: what the prototype of the DTR authors never evicts to make room
 WORTH_LOADING = 3_000_000  # scores and storages looked at: takes about as long as to load what is compiled
+LOADED_ALREADY = 100  # times less is worth it where it is loaded
+_REFINED = 30  # to raise a lower bound takes as long as to look at so many storages
 _UNWRITTEN = -2
 
 
@@ -123,6 +125,8 @@ class Pool:
     compiled     what searches faster where there is much to search; None: nothing
     """
 
+    _is_loaded: ClassVar[bool] = False  # what is compiled, in this process
+
     def __init__(
         self,
         heuristic: Heuristic,
@@ -176,6 +180,7 @@ class Pool:
         self._columns = np.empty((0, 0))
         self._slots: Slots | None = None  # the arrays above, for ``compiled``
         self.compiled: Compiled | None = None
+        self._refined = 0  # bounds
         self._written_only = heuristic.random or sample
         self._grow(256)
 
@@ -188,9 +193,10 @@ class Pool:
         return (self.neighborhood.visits if self.neighborhood else 0) + (self.compiled.visits if self.compiled else 0)
 
     def hasten(self) -> None:
-        """Search by compiled code from now on, if searches have taken as long as loading it: it finds and counts the same."""
+        """Search by compiled code from now on, if searches have taken as long as to load it: it finds and counts the same."""
         if self.compiled is None:
-            if self.evaluations + self.visits > WORTH_LOADING and not self._written_only:
+            enough = WORTH_LOADING // (LOADED_ALREADY if Pool._is_loaded else 1)
+            if self.evaluations + self.visits + _REFINED * self._refined > enough and not self._written_only:
                 self.compiled = undisturbed(self._load)
                 if self.neighborhood is not None:
                     self.neighborhood.compiled = self.compiled
@@ -206,7 +212,9 @@ class Pool:
     def _load(self) -> Compiled:
         from online.engines.compiled_searches import Compiled  # imports numba, which takes time
 
-        return Compiled(self.relations, self.neighborhood)
+        found = Compiled(self.relations, self.neighborhood)
+        Pool._is_loaded = True
+        return found
 
     def add(self, count: int = 1) -> None:
         """New storages, the next numbers."""
@@ -381,13 +389,12 @@ class Pool:
         used, heuristic = self._used, self.heuristic
         if self.compiled is not None:
             now = -float(self.now) if self._next_use else float(clock)
-            found = self.compiled.pick(
+            slot, scores = self.compiled.pick(
                 self._columns_of(self.compiled), used, now, self._changes, self._members,
                 heuristic.staleness, heuristic.capped and not self._next_use, heuristic.capped, heuristic.size,
             )  # fmt: skip
-            if found is not None:
-                self.evaluations += found[1]
-                return self._at[found[0]]
+            self.evaluations += scores
+            return self._at[slot]
         barrier, weight, score = self._barrier[:used], self._weight[:used], self._score[:used]
         if heuristic.random:
             score = self._rng.random(used) + barrier
@@ -489,6 +496,7 @@ class Pool:
         for slot in slots:
             score[slot] = np.inf
         rival = float(score.min())
+        self._refined += len(slots)
         for slot in slots:
             local, below = float(self._local[slot]), float(weight[slot])
             # Twice as far as needed, so that bounds refined again and again do not walk the same storages too often.

@@ -128,6 +128,7 @@ class _Walks:
 class Exact(_Walks):
     """e* by walking through the evicted storages.
 
+    awaited_ns, counting    what is awaited costs so much, and these storages in memory have sums that count it
     ancestors, descendants  which halves count. They are summed apart: where views make the relations cyclic, a storage in
                             both halves counts twice, as in the authors' simulator.
 
@@ -140,36 +141,31 @@ class Exact(_Walks):
         super().__init__(relations)
         self._halves = [relations.deps] * ancestors + [relations.dependents] * descendants
         self.descendants = descendants
-        self._awaited_ns = 0
+        self.awaited_ns = 0
+        self.counting: set[int] = set()
         self._awaited_reads: list[int] = []
-        self._awaiting: set[int] = set()  # storages in memory whose sums count what is awaited
-
-    @property
-    def awaits(self) -> bool:
-        """Whether some sums count what is awaited."""
-        return bool(self._awaiting)
 
     def awaiting(self, reads: list[int], cost_ns: int) -> set[int]:
         """An op that reads ``reads`` waits to make what will cost ``cost_ns`` in all; nothing, once it has run.
 
         Returns storages whose sums have fallen.
         """
-        fallen = self._awaiting
-        self._awaited_reads, self._awaited_ns, self._awaiting = reads, cost_ns, set()
+        fallen = self.counting
+        self._awaited_reads, self.awaited_ns, self.counting = reads, cost_ns, set()
         return fallen
 
     def evicted(self, s: int) -> None:
         """No sum is kept; what reaches ``s`` counts what it has counted."""
-        if s in self._awaiting:
-            self._awaiting.remove(s)
-            self._awaiting.update(self._from(self.relations.deps[s]))
+        if s in self.counting:
+            self.counting.remove(s)
+            self.counting.update(self._from(self.relations.deps[s]))
 
     def restored(self, s: int) -> tuple[list[int], int]:
         """A storage below ``s`` loses at most ``s`` and what is above it; one above ``s`` can lose everything below ``s``."""
         suspects, above_ns = self._above(s)
         if self._awaited_reads:
             anew = {s, *suspects}
-            self._awaiting = (self._awaiting - anew) | anew.intersection(self._from(self._awaited_reads))
+            self.counting = (self.counting - anew) | anew.intersection(self._from(self._awaited_reads))
         return suspects, self.relations.cost_ns[s] + above_ns
 
     def _above(self, s: int) -> tuple[list[int], int]:
@@ -196,7 +192,7 @@ class Exact(_Walks):
     def cost_ns(self, s: int, enough: float) -> tuple[int, bool]:
         """See ``Neighborhood``."""
         cost, evicted = self.relations.cost_ns, self.relations.evicted
-        total = self._awaited_ns if s in self._awaiting else 0
+        total = self.awaited_ns if s in self.counting else 0
         visits = 0
         for edges in self._halves:
             seen, walk = self._new_walk()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import statistics
 from array import array
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from unittest.mock import patch
 
@@ -13,13 +14,15 @@ import pytest
 from numba.extending import is_jitted
 
 from graphs.ir import Graph
+from graphs.program import program_of
 from graphs.synthetic import random_training
 from online import heuristics, run
 from online.engines import compiled_searches
-from online.engines.compiled_searches import BLOCK, MOST_NS, Compiled, median_stale, select
+from online.engines.compiled_searches import BLOCK, MOST_NS, Compiled, Net, median_stale, select
 from online.engines.engine import Counters
 from online.heuristics import HEURISTICS
-from online.neighborhood import Relations
+from online.neighborhood import Exact, Relations
+from online.replay import replay_log
 
 NEVER = 1 << 62
 COMPILED = tuple(name for name, it in vars(compiled_searches).items() if is_jitted(it))
@@ -38,9 +41,17 @@ CHANGED += [
 ]
 
 
+def begun(after: int) -> ExitStack:
+    """Searches are done by compiled code after so much work."""
+    stack = ExitStack()
+    stack.enter_context(patch.object(heuristics, "WORTH_LOADING", after))
+    stack.enter_context(patch.object(heuristics, "LOADED_ALREADY", 1))
+    return stack
+
+
 def decided(graph: Graph, share: float, rule: str, *, after: int) -> tuple[tuple[int, ...], Counters]:
     """What a run does and counts that searches by compiled code after so much work."""
-    with patch.object(heuristics, "WORTH_LOADING", after):
+    with begun(after):
         done = run(graph, share, heuristic=rule)
     return done.steps, replace(done.counters, search_s=0.0)
 
@@ -61,6 +72,30 @@ def test_the_compiled_search_is_the_written_one(rule: str, monkeypatch: pytest.M
     for name in COMPILED:
         monkeypatch.setattr(compiled_searches, name, getattr(compiled_searches, name).py_func)
     assert decided(graph, 0.6, rule, after=-1) == compiled
+
+
+@pytest.mark.parametrize("rule", ["dtr", "coop_e_star", "e_star"])
+@pytest.mark.parametrize("release", ["ignore", "eager"])
+def test_a_replay_that_counts_what_an_op_waits_for_is_the_same(rule: str, release: str) -> None:
+    """As the authors' simulator does (``Exact.awaiting``)."""
+    awaited = set[bool]()
+
+    def awaiting(compiled: Compiled, net: Net) -> AbstractContextManager[None]:
+        awaited.add(isinstance(compiled._neighborhood, Exact) and bool(compiled._neighborhood.counting))
+        return as_before(compiled, net)
+
+    as_before = Compiled.awaited
+    for seed in range(6):
+        graph = random_training(20, seed)
+        coarse = tuple(replace(value, size_bytes=512 * value.size_bytes) for value in graph.values)  # as arenas hand out
+        program = program_of(replace(graph, values=coarse))
+        found = []
+        for after in (NEVER, -1, 200):
+            with begun(after), patch.object(Compiled, "awaited", awaiting):
+                done = replay_log(program, 0.7, heuristic=rule, release=release, thrash_limit=100.0)
+            found.append((done.steps, done.status, replace(done.counters, search_s=0.0)))
+        assert found[1] == found[0] and found[2] == found[0], seed
+    assert True in awaited
 
 
 @pytest.mark.parametrize("rule", ["demand", "dtr", "dtr_eq", "coop", "dte"])

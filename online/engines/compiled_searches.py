@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -34,6 +35,7 @@ class Net(NamedTuple):
     """``Relations``, flat, and scratch.
 
     evicted, dropped, cost_ns  of each storage
+    awaited_ns                 what its sum counts of what an op waits to make (see ``Exact``); 0 between searches
     first, last                of each kind and storage: its links in order, -1 for none
     to, next                   of each kind and link: the storage it leads to, and the link after it
     seen, walk                 walk in which a storage was seen last; number of the last walk
@@ -44,6 +46,7 @@ class Net(NamedTuple):
     evicted: Flags
     dropped: Flags
     cost_ns: Ints
+    awaited_ns: Ints
     first: Ints
     last: Ints
     to: Ints
@@ -124,6 +127,7 @@ class Compiled:
             np.array(relations.evicted, np.bool_),
             np.array(relations.dropped, np.bool_),
             np.array(relations.cost_ns, np.int64),
+            np.zeros(count, np.int64),
             np.array(first, np.int64),
             np.array(last, np.int64),
             np.array(to, np.int64),
@@ -140,7 +144,7 @@ class Compiled:
     @property
     def is_exact(self) -> bool:
         """Whether the copy has all that counts, and numbers that floats hold."""
-        return self._costs_ns < MOST_NS and not self._relations.unlinked
+        return self._most_ns < MOST_NS and not self._relations.unlinked
 
     @property
     def visits(self) -> int:
@@ -163,6 +167,7 @@ class Compiled:
                 evicted=_longer(net.evicted, more),
                 dropped=_longer(net.dropped, more),
                 cost_ns=_longer(net.cost_ns, more),
+                awaited_ns=_longer(net.awaited_ns, more),
                 first=np.concatenate((net.first, none), axis=1),
                 last=np.concatenate((net.last, none), axis=1),
                 seen=_longer(net.seen, more),
@@ -210,32 +215,46 @@ class Compiled:
     def pick(
         self, slots: Slots, used: int, now: float, changes: int, members: int, staleness: bool, capped: bool, oldest: bool,
         sized: bool,
-    ) -> tuple[int, int] | None:  # fmt: skip
-        """``Pool.pick``: a slot and how many scores a scan would have computed; None where that has to be done there."""
-        if self._awaits:
-            return None
+    ) -> tuple[int, int]:  # fmt: skip
+        """``Pool.pick``: a slot and how many scores a scan would have computed."""
         net, forest = self.up_to_date(), self._forest()
-        return cheapest(
-            slots, net, forest, used, now, changes, self._kind, self._dependents, members, staleness, capped, oldest, sized
-        )
+        with self.awaited(net):
+            return cheapest(
+                slots, net, forest, used, now, changes, self._kind, self._dependents, members, staleness, capped, oldest, sized
+            )
 
     def window(
         self, slots: Slots, used: int, clock: int, owners: Ints, sizes: Ints, need: int, staleness: bool
     ) -> tuple[int, int] | None:
         """The cheapest window of pieces as ``cheapest_window`` has it, at ``Pool.prices``; (0, 0) where no run is large enough.
 
-        None: prices or their sums may need more than 64 bits, or count what is not known here.
+        None: prices or their sums may need more than 64 bits, or are not known here.
         """
         net, terms = self.up_to_date(), 3 * self._links + owners.size + 1
-        if clock >= MOST_CLOCK_NS or self._costs_ns * terms >= FITS or self._kind == DEMAND or self._awaits:
+        if clock >= MOST_CLOCK_NS or self._most_ns * terms >= FITS or self._kind == DEMAND:
             return None
         forest = self._forest()
-        price(slots, net, forest, used, clock, self._kind, self._dependents, staleness, owners)
+        with self.awaited(net):
+            price(slots, net, forest, used, clock, self._kind, self._dependents, staleness, owners)
         return cheapest_run(net, owners, sizes, need)
 
     @property
-    def _awaits(self) -> bool:
-        return isinstance(self._neighborhood, Exact) and self._neighborhood.awaits
+    def _most_ns(self) -> int:
+        """What no sum exceeds."""
+        return self._costs_ns + (self._neighborhood.awaited_ns if isinstance(self._neighborhood, Exact) else 0)
+
+    @contextmanager
+    def awaited(self, net: Net) -> Iterator[None]:
+        """Sums count what is awaited, those that do."""
+        if not isinstance(self._neighborhood, Exact) or not self._neighborhood.counting:
+            yield
+            return
+        counting = list(self._neighborhood.counting)
+        try:
+            net.awaited_ns[counting] = self._neighborhood.awaited_ns
+            yield
+        finally:
+            net.awaited_ns[counting] = 0
 
     def _forest(self) -> Forest:
         """That of a ``UnionFind``, shared; it must be gone before that goes on."""
@@ -316,8 +335,9 @@ def reached(net: Net, s: int, half: int, count: int) -> tuple[int, int]:
 
 
 @njit
-def walked(net: Net, s: int, dependents: bool, total: int, enough: float) -> tuple[int, bool]:
-    """``Exact.cost_ns``; ``dependents``: both halves count; ``total``: what counts beside them."""
+def walked(net: Net, s: int, dependents: bool, enough: float) -> tuple[int, bool]:
+    """``Exact.cost_ns``; ``dependents``: both halves count."""
+    total = net.awaited_ns[s]
     for half in range(2 if dependents else 1):
         net.walk[0] += 1
         walk = net.walk[0]
@@ -513,7 +533,7 @@ def refined(
         enough = 2.0 * most - local
         exact = True
         if kind == WALKS:
-            total, exact = walked(net, slots.storage[i], dependents, 0, enough)
+            total, exact = walked(net, slots.storage[i], dependents, enough)
             above_line = local + total
         elif kind == DEMAND:
             above_line = local + demanded(net, slots.storage[i])
@@ -632,7 +652,7 @@ def price(
         s = slots.storage[i]
         cost_ns = int(slots.local[i])
         if kind == WALKS:
-            cost_ns += walked(net, s, dependents, 0, math.inf)[0]
+            cost_ns += walked(net, s, dependents, math.inf)[0]
         elif kind == PRODUCERS:
             cost_ns += produced(net, forest, s)
         elif kind == COMPONENTS:
