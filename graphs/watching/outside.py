@@ -76,6 +76,8 @@ class Since:
     def end(self) -> None:
         """The trace has ended."""
         self.born = self._now()
+        if not self._freezes:
+            self._collected()
         self.thaw()
 
     def alive(self) -> list[tuple[int, Tensor]]:
@@ -84,9 +86,16 @@ class Since:
 
     def _now(self) -> set[int]:
         """Ids of what has come to be so far; not looked for where no tensor has stayed."""
-        if not self._freezes or all(one() is None for one in self.made):
+        if not self._freezes or not self._collected():
             return set()
         return set(map(id, gc.get_objects()))
+
+    def _collected(self) -> bool:
+        """Whether tensors stay when all garbage is collected: it lies nowhere. Cheap while what was there before is frozen."""
+        if not any(one() is not None for one in self.made):
+            return False
+        gc.collect()
+        return any(one() is not None for one in self.made)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +141,6 @@ def left_outside(since: Since, own: Collection[int], lengths: Mapping[int, int])
     """
     if not since.alive():
         return Left([], set(), [], set())
-    gc.collect()  # what waits for it lies nowhere
     return _Search(since, own, lengths).left()
 
 
