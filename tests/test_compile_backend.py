@@ -801,6 +801,39 @@ def test_parameters_may_get_new_memory_in_the_forward(budget: float) -> None:
     same(train(compiled, model, (x,)), train(twin, twin, (x,)))
 
 
+class Weights(nn.Module):
+    """Gives each weight other memory between uses of it, or bounds it in place, with the uses before in the backward."""
+
+    def __init__(self, change: str, depth: int = 4) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(depth))
+        self.halves = nn.Parameter(0.2 * torch.randn(16, 32))
+        self.change = change
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+            if self.change == "assigned":
+                layer.weight.data = torch.renorm(layer.weight.data, 2, 0, 0.3)
+            else:
+                layer.weight.data.clamp_(-0.1, 0.1)
+            if self.change != "bounded after":
+                x = layer(x).sin()
+        left, right = self.halves.split(16, 1)
+        x = (x @ left).sin() * (x @ right).tanh()
+        self.halves.data.mul_(0.9)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("change", ["assigned", "bounded", "bounded after"])
+@pytest.mark.parametrize("budget", [1.0, 0.4])
+def test_weights_may_change_after_a_use(change: str, budget: float) -> None:
+    model, inputs = Weights(change), (torch.randn(64, 16),)
+    twin = copy.deepcopy(model)
+    compiled = torch.compile(model, backend="belady", options={**TIGHT, "budget": budget}, dynamic=False)
+    same(train(compiled, model, inputs), train(twin, twin, inputs))
+
+
 def test_the_compiler_waits_for_a_capture_of_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both change what torch has only once, and each would put back what the other has changed."""
     began = threading.Event()

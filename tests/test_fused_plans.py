@@ -25,6 +25,7 @@ from .test_compile_backend import (
     Mlp,
     Turns,
     Watched,
+    Weights,
     first,
     fresh,
     lines,
@@ -87,6 +88,16 @@ def test_training_is_that_of_inductor(make: Any, budget: float, lines: pytest.Lo
     found = train(loss_of(compiled), model, inputs)
     torch._dynamo.reset()
     close(found, train(loss_of(torch.compile(twin, dynamic=False)), twin, inputs))
+    (said,) = planned_bytes(lines)
+    assert said["again"] > 0
+
+
+def test_weights_may_change_after_a_use(lines: pytest.LogCaptureFixture) -> None:
+    """The answer of eager execution: where weights change, Inductor alone may have another."""
+    model, inputs = Weights("bounded", 1), (torch.randn(64, 16),)
+    twin = copy.deepcopy(model)
+    compiled = torch.compile(model, backend=belady, options={**FUSED, "budget": 0.4}, dynamic=False)
+    close(train(compiled, model, inputs), train(twin, twin, inputs))
     (said,) = planned_bytes(lines)
     assert said["again"] > 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -51,6 +52,8 @@ def compile_partitioned(
             fw_compiler=compile_one, bw_compiler=compile_one, partition_fn=split, keep_inference_input_mutations=writes_in_graph
         )
 
+    for node in module.graph.find_nodes(op="call_function", target=torch.Tensor.set_):
+        node.target = _set
     # The backward stays outside of the autocast region, as in a training loop.
     wanted: dict[str, Any] = {"backward_pass_autocast": "off"} if hasattr(config, "backward_pass_autocast") else {}
     # Beside a backward, checkpoints dissolve in a plan. Without one this would refuse to draw inside of them (torch 2.13).
@@ -68,6 +71,16 @@ def compile_partitioned(
     return compiled
 
 
+def _set(tensor: Tensor, content: Tensor) -> Tensor:
+    """What ``tensor.data = content`` is traced as up to torch 2.13, but unseen by autograd, as that is. A leaf would lose the
+    gradients of its uses before, and stand-ins are leaves (``casts_kept``)."""
+    with torch._C._ExcludeDispatchKeyGuard(_AUTOGRAD):
+        return tensor.set_(content)  # type: ignore[call-overload,no-any-return]
+
+
+_AUTOGRAD = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradFunctionality)
+
+
 def compile_fused(
     module: fx.GraphModule, examples: Sequence[Any], partition: Partition, options: Mapping[str, Any]
 ) -> Callable[..., Any]:
@@ -80,6 +93,7 @@ def compile_fused(
         def __call__(
             self, gm: fx.GraphModule, joint_inputs: Sequence[object], **options: Any
         ) -> tuple[fx.GraphModule, fx.GraphModule]:
+            _view_what_is_read(gm)
             _check_memories(gm)
             try:
                 return _split(gm, options["num_fwd_outputs"], partition)
@@ -164,6 +178,42 @@ def _split(joint: fx.GraphModule, forward_outputs: int, partition: Partition) ->
 _AS_EAGER = "only with kernels of eager execution can it be planned"
 
 
+def _view_what_is_read(joint: fx.GraphModule) -> None:
+    """Have views lie where what they are views of lies.
+
+    Inductor removes copies that it takes for needless, among them those of inputs that the graph writes to; views of them go on
+    to say that they lie in the copy.
+    """
+    made_again: set[fx.Node] = set()
+    for node in joint.graph.nodes:
+        if node.target is operator.getitem:
+            elsewhere = node.args[0] in made_again
+        else:
+            lies_at = set(map(storage_key, _tensors(node)))
+            is_view = isinstance(node.target, OpOverload) and any(_views(each) for each in node.target._schema.returns)
+            given = {storage_key(tensor) for each in node.all_input_nodes for tensor in _tensors(each)}
+            elsewhere = is_view and not lies_at <= given
+        if elsewhere:
+            _make_again(node)
+            made_again.add(node)
+
+
+def _views(returned: torch.Argument) -> bool:
+    """Whether an operator's output lies in an input that it does not write to."""
+    return returned.alias_info is not None and not returned.alias_info.is_write
+
+
+def _tensors(node: fx.Node) -> list[Tensor]:
+    return [each for each in tree_leaves(node.meta.get("val")) if isinstance(each, Tensor)]
+
+
+def _make_again(node: fx.Node) -> None:
+    """Have a traced call make what it makes of what its arguments are now."""
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
+    with cast(FakeTensor, _tensors(node)[0]).fake_mode, torch.no_grad():
+        node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
+
+
 def _check_memories(joint: fx.GraphModule) -> None:
     """Refuse inputs that are given the memory of other inputs, in which Inductor (up to torch 2.14) leaves wrong content."""
     inputs = {storage_key(node.meta["val"]) for node in joint.graph.find_nodes(op="placeholder") if _is_tensor(node)}
@@ -209,11 +259,9 @@ def _tell_tangents_apart(joint: fx.GraphModule) -> None:
                 views.add(node)
             known.add(storage_key(value))
         elif node.op == "call_function" and not views.isdisjoint(node.all_input_nodes):
-            made = [each for each in tree_leaves(value) if isinstance(each, Tensor)]
+            made = _tensors(node)
             if made and all(storage_key(each) in known for each in made):
-                args, kwargs = fx.map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
-                with cast(FakeTensor, made[0]).fake_mode, torch.no_grad():
-                    node.meta["val"] = node.target(*args, **kwargs)
+                _make_again(node)
                 views.add(node)
 
 
