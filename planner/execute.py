@@ -13,7 +13,7 @@ import operator
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 from weakref import WeakKeyDictionary
 
 import torch
@@ -137,6 +137,8 @@ class PlannedModule(nn.Module):
     auxiliary loss), there is after a call what raises InputError when used. Threads may call it: calls and backwards of one model
     run one after the other.
 
+    step        what was captured
+    code        the generated code: what a call runs, then what ``backward`` runs
     peak_bytes  the most a step may hold, from ``simulate``; at most the budget. Gradients kept from an earlier step are not
                 in it: gradient accumulation needs their bytes on top.
 
@@ -144,12 +146,17 @@ class PlannedModule(nn.Module):
     buffers are there; BudgetExceeded for one that needs more than ``budget_bytes``.
     """
 
-    runs_a_plan = True  # so it is not captured as a part of another model
+    step: Step
+    peak_bytes: int
+    code: str
+
+    _runs_a_plan = True  # so it is not captured as a part of another model
+    _OWN: ClassVar[Mapping[str, str]] = {"step": "_step", "peak_bytes": "_peak_bytes", "code": "_code"}
 
     def __init__(self, step: Step, schedule: Schedule, budget_bytes: int) -> None:
         super().__init__()
         self.training = step.model.training
-        self.step = step
+        self._step = step
         # ``torch.func.functional_call`` puts others in here for a call.
         self._parameters, self._buffers = step.model._parameters, step.model._buffers
         checked_peak(step, schedule, budget_bytes)
@@ -157,7 +164,7 @@ class PlannedModule(nn.Module):
         early = {result_value(step, i) for i, result in enumerate(step.results) if result.kind != "gradient"}
         schedule = tuple(s for s in schedule if not (isinstance(s, Free) and s.value in early))
         cut = cut_in_halves(step, schedule)
-        self._halves, self.peak_bytes, room_bytes = fit_halves(step, schedule, budget_bytes, cut)
+        self._halves, self._peak_bytes, room_bytes = fit_halves(step, schedule, budget_bytes, cut)
         sources = placeholders(step)
         sizes = [step.graph.values[step.value_of[sources[buffer.source]]].size_bytes for buffer in cut.buffers]
         self._room_for_one = room_bytes >= max(sizes, default=0)
@@ -175,26 +182,29 @@ class PlannedModule(nn.Module):
         self._no_tangent = torch.empty(0)
         # Nothing outside has seen the forward until its results are written, so what is edited may be looked for beside it.
         self._checks_late = not any(op.effect for op in step.graph.ops)
-        self.one_at_a_time = _LOCKS.setdefault(step.model, threading.RLock())
+        parameters = dict(step.model.named_parameters())
+        self._changed = next((r.name for r in step.results if r.kind == "buffer" and r.name in parameters), None)
+        self._one_at_a_time = _LOCKS.setdefault(step.model, threading.RLock())
         self._built = True
 
     @property
-    def code(self) -> str:
-        """The generated code: what a call runs, then what ``backward`` runs."""
+    def _code(self) -> str:
         return f"{self._halves.forward.code}\n{self._halves.backward.code}"
 
     @left_to_run  # a compiler would fuse the ops and put them in another order: neither bytes nor bits would be the plan's
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self.step.modes[0] and not self.step.model.training:
-            return self.step.model(*args, **kwargs)
-        check_region(self.step)
+        if self._step.modes[0] and not self._step.model.training:
+            return self._step.model(*args, **kwargs)
+        check_region(self._step)
+        if self._changed is not None:
+            self._refuse_sharding()
         if not torch.is_grad_enabled():
-            check_gradient_mode(self.step)
-        with self.one_at_a_time:
-            inputs = inputs_of_call(self.step, args, kwargs)
-            unchecked = bind_again(self.step, inputs) if self._checks_late else None
-            bound = bind(self.step, inputs, detached=False) if unchecked is None else unchecked
-            check = None if unchecked is None else functools.partial(check_late, self.step, bound)
+            check_gradient_mode(self._step)
+        with self._one_at_a_time:
+            inputs = inputs_of_call(self._step, args, kwargs)
+            unchecked = bind_again(self._step, inputs) if self._checks_late else None
+            bound = bind(self._step, inputs, detached=False) if unchecked is None else unchecked
+            check = None if unchecked is None else functools.partial(check_late, self._step, bound)
             for i in self._tangents:
                 bound[i] = self._no_tangent  # autograd brings the real one, and one is all the plan counts
             undo = Undo(self._generators)
@@ -203,17 +213,24 @@ class PlannedModule(nn.Module):
                     loss = apply_function(_Train, self, undo, check, bound, *[bound[i] for i in self._trained])
                 else:
                     loss = self._run_forward(bound, undo, check)[0]
-                for leftover in self.step.leftovers:
+                for leftover in self._step.leftovers:
                     leftover.after_step()
                 return loss
             except BaseException:
                 undo.undo()
                 raise
 
+    def _refuse_sharding(self) -> None:
+        if any(kind.__name__ == "FSDPModule" for kind in type(self).__mro__):
+            raise InputError(
+                f"{self._step.graph.name} changes {self._changed} in its forward, which fully_shard would undo: it shards what "
+                f"was there before; make that change after the step, on the sharded parameter, or use DistributedDataParallel"
+            )
+
     def _run_forward(self, bound: list[Tensor], undo: Undo, check: Callable[[], None] | None = None) -> tuple[Tensor, Kept]:
         """Run the first half: the loss, and what the second needs. ``check``: whether that counts, before anything is written."""
         halves = self._halves
-        with as_captured(self.step):
+        with as_captured(self._step):
             outputs = halves.forward.forward([bound[i] for i in halves.forward_reads])
             if check is not None:
                 check()
@@ -244,47 +261,52 @@ class PlannedModule(nn.Module):
         if self._halves.tangent_at is not None:
             given[self._halves.tangent_at] = tangent
         undone = undone_on_failure(self._generators) if self._generators else _NOTHING
-        with as_captured(self.step), undone:
+        with as_captured(self._step), undone:
             gradients: list[Tensor] = self._halves.backward.forward(given)
             return gradients
 
-    # Everything else is the model's.
+    # Everything else is the model's, and what it registers under one of these names, too: libraries look for it here.
 
     def __getattr__(self, name: str) -> Any:
-        if "step" not in self.__dict__:
+        if "_step" not in self.__dict__:
             raise AttributeError(name)
-        return getattr(self.step.model, name)
+        return getattr(self, self._OWN[name]) if self._is_own(name) else getattr(self._step.model, name)
+
+    def _is_own(self, name: str) -> bool:
+        model = self._step.model
+        registered = name in model._parameters or name in model._buffers or name in model._modules
+        return name in self._OWN and not registered
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if "_built" in self.__dict__ and name in _OWN:
+        if "_built" in self.__dict__ and self._is_own(name):
             raise InputError(f"{name} is the planned module's own; set that of the model on the model itself")
         if "_built" not in self.__dict__ or name in self.__dict__ or hasattr(type(self), name):
             super().__setattr__(name, value)
         elif self._is_a_note(name, value):
             self.__dict__[name] = value
         else:
-            setattr(self.step.model, name, value)
+            setattr(self._step.model, name, value)
 
     def _is_a_note(self, name: str, value: object) -> bool:
         """Whether it is what a library notes about this module: that it has prepared it, the ``forward`` it has wrapped."""
-        model = self.step.model
-        known = not name.startswith("_") or hasattr(model, name) or self.step.fingerprint.asked_for(name)
+        model = self._step.model
+        known = not name.startswith("_") or hasattr(model, name) or self._step.fingerprint.asked_for(name)
         return not known and not isinstance(value, Tensor | nn.Module)
 
     def __delattr__(self, name: str) -> None:
         if name in self.__dict__:
             super().__delattr__(name)
         else:
-            delattr(self.step.model, name)
+            delattr(self._step.model, name)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        self.step.model.register_parameter(name, param)
+        self._step.model.register_parameter(name, param)
 
     def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
-        self.step.model.register_buffer(name, tensor, persistent)
+        self._step.model.register_buffer(name, tensor, persistent)
 
     def add_module(self, name: str, module: nn.Module | None) -> None:
-        self.step.model.add_module(name, module)
+        self._step.model.add_module(name, module)
 
     def __reduce_ex__(self, protocol: object) -> Any:
         raise InputError(
@@ -293,39 +315,39 @@ class PlannedModule(nn.Module):
         )
 
     def extra_repr(self) -> str:
-        graph = self.step.graph
-        return f"{type(self.step.model).__name__}, {len(graph.ops)} ops, peak {self.peak_bytes:,} bytes"
+        graph = self._step.graph
+        return f"{type(self._step.model).__name__}, {len(graph.ops)} ops, peak {self._peak_bytes:,} bytes"
 
     def train(self, mode: bool = True) -> PlannedModule:
         self.training = mode
-        self.step.model.train(mode)
+        self._step.model.train(mode)
         return self
 
     def apply(self, fn: Callable[[nn.Module], None]) -> PlannedModule:
-        self.step.model.apply(fn)
+        self._step.model.apply(fn)
         return self
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PlannedModule:
-        self.step.model._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._step.model._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return self.step.model.state_dict(*args, **kwargs)
+        return self._step.model.state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return self.step.model.load_state_dict(*args, **kwargs)
+        return self._step.model.load_state_dict(*args, **kwargs)
 
     def register_state_dict_pre_hook(self, hook: Any) -> Any:
-        return self.step.model.register_state_dict_pre_hook(hook)  # type: ignore[no-untyped-call]
+        return self._step.model.register_state_dict_pre_hook(hook)  # type: ignore[no-untyped-call]
 
     def register_state_dict_post_hook(self, hook: Any) -> Any:
-        return self.step.model.register_state_dict_post_hook(hook)  # type: ignore[no-untyped-call]
+        return self._step.model.register_state_dict_post_hook(hook)  # type: ignore[no-untyped-call]
 
     def register_load_state_dict_pre_hook(self, hook: Any) -> Any:
-        return self.step.model.register_load_state_dict_pre_hook(hook)  # type: ignore[no-untyped-call]
+        return self._step.model.register_load_state_dict_pre_hook(hook)  # type: ignore[no-untyped-call]
 
     def register_load_state_dict_post_hook(self, hook: Any) -> Any:
-        return self.step.model.register_load_state_dict_post_hook(hook)  # type: ignore[no-untyped-call]
+        return self._step.model.register_load_state_dict_post_hook(hook)  # type: ignore[no-untyped-call]
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:
         """As a part of another module, whose ``load_state_dict`` looks for parts where this one has none of its own."""
@@ -336,21 +358,21 @@ class PlannedModule(nn.Module):
                 if child is not None:
                     load(child, f"{prefix}{name}.")
 
-        load(self.step.model, prefix)
+        load(self._step.model, prefix)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        return self.step.model.named_parameters(*args, **kwargs)
+        return self._step.model.named_parameters(*args, **kwargs)
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        return self.step.model.named_buffers(*args, **kwargs)
+        return self._step.model.named_buffers(*args, **kwargs)
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
-        return self.step.model.named_children()
+        return self._step.model.named_children()
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
         """This module, then the parts of the model."""
-        for name, part in self.step.model.named_modules(*args, **kwargs):
-            yield name, self if part is self.step.model else part
+        for name, part in self._step.model.named_modules(*args, **kwargs):
+            yield name, self if part is self._step.model else part
 
 
 # One for each model: its buffers are read at the beginning of a call and written at its end, and draws made again set generators
@@ -376,7 +398,7 @@ class _Train(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, tangent: Tensor) -> tuple[Tensor | None, ...]:
-        with ctx.module.one_at_a_time:
+        with ctx.module._one_at_a_time:
             kept = ctx.kept
             try:
                 if torch.is_grad_enabled():
@@ -458,7 +480,6 @@ def _watched(step: Step, halves: Halves) -> tuple[tuple[str, ...], tuple[int, ..
 
 
 _NOTHING = contextlib.nullcontext()
-_OWN = frozenset({"step", "peak_bytes", "one_at_a_time"})  # attributes that hide the model's
 
 
 def check_region(step: Step) -> None:

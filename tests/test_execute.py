@@ -1404,6 +1404,44 @@ def test_attributes_of_its_own_are_not_given_away(mlp: Case) -> None:
     module(*mlp.inputs).backward()
 
 
+class Named(nn.Module):
+    """What it registers has names that a planned module has attributes of."""
+
+    def __init__(self, changes: str) -> None:
+        super().__init__()
+        self.register_parameter("code", nn.Parameter(torch.randn(16, 8)))
+        self.register_buffer("step", torch.zeros(()))
+        self.register_module("planned", nn.Linear(8, 8))
+        self.register_buffer(changes, torch.ones(()))
+        self.changes = changes
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.step: Tensor
+        self.step += 1
+        return (self.planned(x @ self.code) * self.get_buffer(self.changes) / self.step).square().mean()
+
+
+@pytest.mark.parametrize("name", ["peak_bytes", "runs_a_plan", "one_at_a_time"])
+def test_what_a_model_registers_has_its_name(name: str) -> None:
+    """Libraries look for parameters by their names, on the module itself (FSDP2 does)."""
+    model, x = Named(name), torch.randn(4, 16)
+    twin = copy.deepcopy(model)
+    module = plan_of(model, 1.0, inputs=x).module()
+    replanning = plan_of(model, 1.0, inputs=x).module(replan=True)
+    for planned in (module, replanning):
+        assert planned.get_parameter("code") is model.code
+        assert planned.get_buffer("step") is model.step
+        assert planned.get_submodule("planned") is model.planned
+        assert planned.get_buffer(name) is model.get_buffer(name)
+    module(x).backward()
+    twin(x).backward()
+    assert torch.equal(model.code.grad, twin.code.grad)
+    assert torch.equal(model.step, twin.step) and model.step == 1
+    module.step = torch.zeros(())
+    assert model.step == 0
+    replanning(x[:2]).backward()
+
+
 def test_what_libraries_note_about_the_module_stays_with_it(mlp: Case) -> None:
     """Accelerate keeps the ``forward`` it has wrapped, and that it has prepared the module."""
     model = copy.deepcopy(mlp.step.model)

@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -412,6 +412,15 @@ def local(tensor: Any) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
+class Bounded(Net):
+    """A network that bounds a weight in its forward."""
+
+    def forward(self, *inputs: Any) -> Any:
+        with torch.no_grad():
+            cast(nn.Linear, self.layers[0]).weight.clamp_(-0.1, 0.1)
+        return super().forward(*inputs)
+
+
 def with_ddp(data: list[tuple[Tensor, Tensor, Tensor]]) -> None:
     for accumulate in (False, True):
         torch.manual_seed(0)
@@ -442,6 +451,10 @@ def with_fsdp2(data: list[tuple[Tensor, Tensor, Tensor]]) -> None:
         same(results[1], results[0])
     with pytest.raises(CaptureError, match=r"is sharded .* fully_shard\(plan.module\(\)\)"):
         planned(model, data[0])
+    bounded = planned(Bounded(), data[0]).module()
+    fully_shard(bounded)
+    with pytest.raises(InputError, match=r"changes layers\.0\.weight in its forward, which fully_shard would undo"):
+        bounded(*data[0])
     for part_of in (lambda m: m, lambda m: m.layers[0]):
         model = Net()
         module = planned(model, data[0]).module()

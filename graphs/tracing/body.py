@@ -28,7 +28,7 @@ def state_of(model: nn.Module, loss: Loss | None, *, gradient_hooks: bool = Fals
         if isinstance(model, wrapper) and hasattr(model, inner):  # the last are compiled modules
             raise CaptureError(f"{who} wraps another module; capture that one (.{inner})")
     for name, part in model.named_modules():
-        if getattr(part, "runs_a_plan", False):
+        if getattr(type(part), "_runs_a_plan", False):
             raise CaptureError(f"{name or who} is a planned module; plan with the model that it was made of (.step.model)")
         if isinstance(part, torch.jit.ScriptModule):  # its calls change with how often it ran, and its dicts are none
             raise CaptureError(f"{name or who} is TorchScript, which cannot be captured; use the module that it was made of")

@@ -34,7 +34,10 @@ class ReplanningModule(PlannedModule):
     A call raises what ``plan`` raises for its inputs: InfeasibleBudget where they need more than the budget, CaptureError.
     """
 
+    planned: int
+
     MOST_BRANCHES = 8
+    _OWN = {**PlannedModule._OWN, "planned": "_planned"}  # noqa: RUF012
     _plans: dict[Hashable, list[PlannedModule | None]] = {}  # noqa: RUF012  # every object has its own; None: this module itself
     _plan: Plan | None = None
     _options: Mapping[str, Any] = {}
@@ -55,18 +58,17 @@ class ReplanningModule(PlannedModule):
         self._plans = {(str(step.form.spec), *kinds, _sharing(map(memory.get, leaves))): [None]}
 
     @property
-    def planned(self) -> int:
-        """How many plans there are."""
+    def _planned(self) -> int:
         return sum(map(len, self._plans.values()))
 
     @left_to_run
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self.step.modes[0] and not self.step.model.training:
+        if self._step.modes[0] and not self._step.model.training:
             return super().forward(*args, **kwargs)
-        inputs = inputs_of_call(self.step, args, kwargs)
+        inputs = inputs_of_call(self._step, args, kwargs)
         leaves, spec = tree_flatten(plain(inputs))
         shape: Hashable = (str(spec), *map(_kind, leaves), _sharing(map(_memory, leaves)))
-        with self.one_at_a_time:
+        with self._one_at_a_time:
             plans = self._plans.setdefault(shape, [])
             for i, other in enumerate(plans):
                 try:
@@ -83,10 +85,10 @@ class ReplanningModule(PlannedModule):
 
     def _plan_for(self, inputs: Inputs) -> PlannedModule:
         before, options = cast(Plan, self._plan), dict(self._options)
-        self.step.fingerprint.check()  # what else was edited is no matter of shapes
-        name, loss = self.step.graph.name, self.step.body.loss
+        self._step.fingerprint.check()  # what else was edited is no matter of shapes
+        name, loss = self._step.graph.name, self._step.body.loss
         # Autograd hands the gradients to the hooks of parameters here, as it does with the first plan.
-        step = capture(self.step.model, inputs, loss=loss, name=name, autocast=self.step.autocast, gradient_hooks=True)
+        step = capture(self._step.model, inputs, loss=loss, name=name, autocast=self._step.autocast, gradient_hooks=True)
         step = with_costs(step, options.pop("costs", "auto"))
         found = plan(step, before.budget_bytes, **options)
         module = found.module()
@@ -95,7 +97,7 @@ class ReplanningModule(PlannedModule):
             "planned %s again for inputs of shape %s: %s bytes of the same budget of %s bytes, %.2f %% overhead, found in "
             "%.1f s; %d plans now",
             name, sizes, f"{module.peak_bytes:,}", f"{before.budget_bytes:,}", 100 * (found.overhead or 0), found.wall_s,
-            self.planned + 1,
+            self._planned + 1,
         )  # fmt: skip
         return module
 
