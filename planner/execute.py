@@ -196,8 +196,7 @@ class PlannedModule(nn.Module):
         if self._step.modes[0] and not self._step.model.training:
             return self._step.model(*args, **kwargs)
         check_region(self._step)
-        if self._changed is not None:
-            self._refuse_sharding()
+        self._check_sharding()
         if not torch.is_grad_enabled():
             check_gradient_mode(self._step)
         with self._one_at_a_time:
@@ -220,8 +219,8 @@ class PlannedModule(nn.Module):
                 undo.undo()
                 raise
 
-    def _refuse_sharding(self) -> None:
-        if any(kind.__name__ == "FSDPModule" for kind in type(self).__mro__):
+    def _check_sharding(self) -> None:
+        if self._changed is not None and any(kind.__name__ == "FSDPModule" for kind in type(self).__mro__):
             raise InputError(
                 f"{self._step.graph.name} changes {self._changed} in its forward, which fully_shard would undo: it shards what "
                 f"was there before; make that change after the step, on the sharded parameter, or use DistributedDataParallel"

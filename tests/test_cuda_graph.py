@@ -178,6 +178,26 @@ def test_a_parameter_changed_between_call_and_backward_is_noticed() -> None:
         loss.backward()
 
 
+class Counting(Net):
+    """Counts its steps, in a buffer that has the name of what a planned module runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("step", torch.zeros(()))
+
+    def forward(self, *inputs: Any) -> Any:
+        self.step: Tensor
+        self.step += 1
+        return super().forward(*inputs)
+
+
+def test_a_buffer_may_be_called_step() -> None:
+    module, _ = graphed(Counting())
+    for x, y in batches(3):
+        module(x, y).backward()
+    assert module.get_buffer("step") == 3
+
+
 def test_a_failed_backward_takes_buffers_and_draws_back() -> None:
     module, _ = graphed(Net())
     x, y = next(batches(1))

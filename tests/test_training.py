@@ -451,10 +451,11 @@ def with_fsdp2(data: list[tuple[Tensor, Tensor, Tensor]]) -> None:
         same(results[1], results[0])
     with pytest.raises(CaptureError, match=r"is sharded .* fully_shard\(plan.module\(\)\)"):
         planned(model, data[0])
-    bounded = planned(Bounded(), data[0]).module()
-    fully_shard(bounded)
-    with pytest.raises(InputError, match=r"changes layers\.0\.weight in its forward, which fully_shard would undo"):
-        bounded(*data[0])
+    for replan in (False, True):
+        bounded = planned(Bounded(), data[0]).module(replan=replan)
+        fully_shard(bounded)
+        with pytest.raises(InputError, match=r"changes layers\.0\.weight in its forward, which fully_shard would undo"):
+            bounded(*data[0])
     for part_of in (lambda m: m, lambda m: m.layers[0]):
         model = Net()
         module = planned(model, data[0]).module()

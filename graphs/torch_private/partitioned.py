@@ -54,6 +54,7 @@ def compile_partitioned(
 
     for node in module.graph.find_nodes(op="call_function", target=torch.Tensor.set_):
         node.target = _set
+    module.recompile()
     # The backward stays outside of the autocast region, as in a training loop.
     wanted: dict[str, Any] = {"backward_pass_autocast": "off"} if hasattr(config, "backward_pass_autocast") else {}
     # Beside a backward, checkpoints dissolve in a plan. Without one this would refuse to draw inside of them (torch 2.13).

@@ -197,7 +197,7 @@ class GraphedModule(PlannedModule):
         """The buffers the inputs are copied into, in the order of the flattened inputs; none before the first call."""
         if self._recorded is None:
             return ()
-        pairs = zip(self.step.sources, self._recorded.bound, strict=True)
+        pairs = zip(self._step.sources, self._recorded.bound, strict=True)
         return tuple(tensor for source, tensor in pairs if source.kind == "input")
 
     def release(self) -> None:
@@ -273,11 +273,11 @@ class GraphedModule(PlannedModule):
             raise InputError(self._failed)
         static = list(bound)
         with torch.no_grad():
-            for i, source in enumerate(self.step.sources):
+            for i, source in enumerate(self._step.sources):
                 if source.kind == "input":
                     static[i] = bound[i].clone()
                 elif source.kind == "tangent":
-                    static[i] = cast(Tensor, unit_tangent(self.step))
+                    static[i] = cast(Tensor, unit_tangent(self._step))
         repeats = self._recorder.repeats(), self._recorder.repeats()
         try:
             self._recorder.warm_up(lambda: self._warm_up(static, repeats))
@@ -287,7 +287,7 @@ class GraphedModule(PlannedModule):
         except RuntimeError as error:  # what torch says of anything that cannot be captured
             # Ending a capture that has failed raises once more.
             reason = str(error.__context__ if isinstance(error.__context__, RuntimeError) else error).partition("\n")[0]
-            self._failed = f"{self.step.graph.name} cannot be captured as a CUDA graph: {reason}; {_PLAIN}"
+            self._failed = f"{self._step.graph.name} cannot be captured as a CUDA graph: {reason}; {_PLAIN}"
             raise InputError(self._failed) from error
 
     def _warm_up(self, static: list[Tensor], repeats: tuple[GraphRepeats | None, GraphRepeats | None]) -> None:
@@ -317,7 +317,7 @@ class GraphedModule(PlannedModule):
             return [loss, *kept.given, *(old for _, old in undo.written)]
 
         def backward(given: list[Tensor]) -> list[Tensor]:
-            with repeats_by(repeats[1].recording() if repeats[1] is not None else None), as_captured(self.step):
+            with repeats_by(repeats[1].recording() if repeats[1] is not None else None), as_captured(self._step):
                 gradients: list[Tensor] = halves.backward.forward(given)
                 return gradients
 

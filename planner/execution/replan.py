@@ -65,6 +65,7 @@ class ReplanningModule(PlannedModule):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._step.modes[0] and not self._step.model.training:
             return super().forward(*args, **kwargs)
+        self._check_sharding()  # other plans are not what is sharded
         inputs = inputs_of_call(self._step, args, kwargs)
         leaves, spec = tree_flatten(plain(inputs))
         shape: Hashable = (str(spec), *map(_kind, leaves), _sharing(map(_memory, leaves)))
