@@ -1813,7 +1813,7 @@ REFUSED: dict[str, tuple[Callable[[], Step], str]] = {
         lambda: with_a_hook(lambda m, gradient: setattr(m, "scale", gradient.norm())), "attribute scale and changes it"
     ),
     "data assigned in the backward": (
-        lambda: with_a_hook(lambda m, gradient: setattr(m.linear.bias, "data", gradient[0])), ".data of a tensor in its backward"
+        lambda: with_a_hook(lambda m, gradient: setattr(m.linear.bias, "data", gradient[0])), "assigns a .data in its backward"
     ),
     "python's random in the backward": (
         lambda: with_a_hook(lambda m, gradient: random.random()), r"Python's generator \(random\) in its backward"
@@ -1821,12 +1821,12 @@ REFUSED: dict[str, tuple[Callable[[], Step], str]] = {
     "backward in the backward": (
         lambda: capture(Lambda(lambda m, x: square(Reversible.apply(m.linear(x), m.linear))), x8), "use torch.autograd.grad"
     ),
-    "data of another shape": (lambda: data_refused(lambda m, x: x[:0, :0]), "assigns the .data of a tensor in its forward"),
-    "data laid out otherwise": (lambda: data_refused(lambda m, x: (2 * m.linear.weight).t()), "assigns the .data of a tensor"),
-    "data of another parameter": (lambda: data_refused(lambda m, x: m.other.weight.data), "assigns the .data of a tensor"),
-    "data of an input": (lambda: capture(Lambda(assigns_an_input), torch.ones(8, 8)), "assigns the .data of a tensor"),
-    "one memory for two": (lambda: data_refused(assigns_to_both), "assigns the .data of a tensor"),
-    "data of an activation": (lambda: capture(Lambda(assigns_to_an_activation), x8), "assigns the .data of a tensor"),
+    "data of another shape": (lambda: data_refused(lambda m, x: x[:0, :0]), "linear.weight gets another shape, layout or type"),
+    "data laid out otherwise": (lambda: data_refused(lambda m, x: (2 * m.linear.weight).t()), "gets another shape, layout"),
+    "data of another parameter": (lambda: data_refused(lambda m, x: m.other.weight.data), "linear.weight gets memory that"),
+    "data of an input": (lambda: capture(Lambda(assigns_an_input), torch.ones(8, 8)), "gets memory that another"),
+    "one memory for two": (lambda: data_refused(assigns_to_both), "gets memory that another tensor has"),
+    "data of an activation": (lambda: capture(Lambda(assigns_to_an_activation), x8), "no parameter or buffer"),
     "frozen parameter replaced": (
         lambda: frozen_refused(lambda m: setattr(m.other, "weight", nn.Parameter(m.other.weight * 0.9))), "replaces other.weight",
     ),

@@ -41,19 +41,22 @@ class Given:
         # What memory may not be given (again), by its key. It is kept: else other memory could come to have the same key.
         self._taken = {storage_key(inner): inner for inner in map(_inner, (*stand_ins.values(), *others))}
 
-    def give(self, one: Tensor, value: Any) -> bool:
-        """``one.data = value``; false where that would mean another layout, or memory that something else has for good."""
+    def give(self, one: Tensor, value: Any) -> str | None:
+        """``one.data = value``; what would be wrong with it, where it means another layout, or memory that something else has."""
         name, new = self._name_of.get(id(one)), _inner(value)
-        if name is None or new is None or _layout(value) != _layout(one):
-            return False
+        if name is None:
+            return "that of a tensor which is no parameter or buffer of the model"
+        own = name.removeprefix("model.")
+        if new is None or _layout(value) != _layout(one):
+            return f"{own} gets another shape, layout or type by it, and a plan is for those that it had"
         if storage_key(new) == storage_key(_inner(one)):
-            return bool(value.storage_offset() == one.storage_offset())
+            return None if value.storage_offset() == one.storage_offset() else f"{own} gets another part of its own memory"
         if storage_key(new) in self._taken:
-            return False
+            return f"{own} gets memory that another tensor has, too, and both would change together"
         self._taken[storage_key(new)] = new
         self._old.setdefault(name, (one, _inner(one)))
         cast(Any, one).elem = new
-        return True
+        return None
 
     def write(self, keep: Collection[str]) -> set[str]:
         """At the end of the call: write what was given into the old memory, but for these names, whose memory may still be read.

@@ -16,10 +16,10 @@ from graphs.torch_private.patching import patched
 
 
 @contextlib.contextmanager
-def unseen_refused(name: str, where: str, give: Callable[[Tensor, Any], bool] | None = None) -> Iterator[None]:
+def unseen_refused(name: str, where: str, give: Callable[[Tensor, Any], str | None] | None = None) -> Iterator[None]:
     """Refuse what changes a step's numbers and is no operator call, so that a trace would leave it out.
 
-    ``give(one, value)``: called where ``one.data = value`` is meant; false where it cannot be done.
+    ``give(one, value)``: called where ``one.data = value`` is meant; where that cannot be done, what it is and why.
 
     What the program's other threads do meanwhile is no matter of the step, but for the default dtype, which all have in common.
     """
@@ -34,13 +34,12 @@ def unseen_refused(name: str, where: str, give: Callable[[Tensor, Any], bool] | 
     def instead(refuse: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *args, **kwargs: (plain if _is_another(here) else refuse)(*args, **kwargs)
 
-    assigns = refusal(
-        f"assigns the .data of a tensor in its {where}, as a captured step cannot do after it; write into the tensor in place"
-    )
-
     def assign(one: Tensor, value: Any) -> None:
-        if value is not one and not (give is not None and give(one, value)):  # the same: ``Module.to``, of that type already
-            assigns()
+        if value is one:  # ``Module.to``, of that type already
+            return
+        why = "that of a tensor, as a captured step cannot do after it" if give is None else give(one, value)
+        if why is not None:
+            raise CaptureError(f"{name} assigns a .data in its {where}: {why}; write into the tensor in place")
 
     packs = refusal(
         f"packs saved tensors by hooks (saved_tensors_hooks) in its {where}, which a captured step would not call; take them "

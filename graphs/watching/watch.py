@@ -62,7 +62,7 @@ class Watch:
         self._given: set[tuple[str, str]] = set()  # attributes that the latest call, or its backward, has given a value
 
     @contextlib.contextmanager
-    def call(self, give: Callable[[Tensor, Any], bool]) -> Iterator[None]:
+    def call(self, give: Callable[[Tensor, Any], str | None]) -> Iterator[None]:
         """Around each call. Raises CaptureError where the call depends on what another call may have changed. ``give``: as
         ``unseen_refused`` has it."""
         numbers = numbers_now()
