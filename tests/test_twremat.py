@@ -16,6 +16,7 @@ from graphs.synthetic import chain, linear_network, random_layered, random_train
 from planner.bounds import least_bytes
 from planner.methods import twremat
 from planner.methods.twremat import Part, decompose, forward_pass, remat, solve, without_dead
+from planner.process.pauses import rare_collections
 from planner.result import Status
 from planner.schedule import Compute, computes, keep_all, with_frees
 from planner.simulate import simulate
@@ -322,9 +323,10 @@ def test_long_sequences_keep_the_time_limit() -> None:
     taken_s = stopwatch()
     tree = decompose(graph)
     time_limit_s = 2 * taken_s() + 0.5
-    taken_s = stopwatch()
-    found = solve(graph, 500, time_limit_s=time_limit_s)
-    assert taken_s() <= 1.1 * time_limit_s + 1
+    with rare_collections():  # as whatever plans does; a full one goes through what all tests before have left
+        taken_s = stopwatch()
+        found = solve(graph, 500, time_limit_s=time_limit_s)
+        assert taken_s() <= 1.1 * time_limit_s + 1
     assert found.notes["stopped"].startswith("time limit")
     runs = remat(graph, tree, together=False)
     assert runs is not None and len(runs) > 100_000
