@@ -38,6 +38,7 @@ from graphs.tracing.refusals import place_among
 from online import budget
 from planner.execute import run_step
 from planner.plan import plan
+from planner.process.pauses import no_collections
 from planner.schedule import keep_all
 from planner.simulate import simulate
 
@@ -2090,6 +2091,16 @@ def test_where_nothing_is_left_nothing_is_looked_for(monkeypatch):
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 8))
     capture(model, (x8, torch.arange(len(x8))), loss=F.cross_entropy)
     assert not asked
+    with no_collections():  # but for those that are asked for
+        capture(Lambda(drops_a_ring), x8)
+    assert not asked
+
+
+def drops_a_ring(model, x):
+    y = model.linear(x)
+    ring = [y]
+    ring.append(ring)
+    return square(y)
 
 
 LOOP: list[object] = []

@@ -52,9 +52,11 @@ def compile_partitioned(
             fw_compiler=compile_one, bw_compiler=compile_one, partition_fn=split, keep_inference_input_mutations=writes_in_graph
         )
 
-    for node in module.graph.find_nodes(op="call_function", target=torch.Tensor.set_):
+    assigned = module.graph.find_nodes(op="call_function", target=torch.Tensor.set_)
+    for node in assigned:
         node.target = _set
-    module.recompile()
+    if assigned:
+        module.recompile()
     # The backward stays outside of the autocast region, as in a training loop.
     wanted: dict[str, Any] = {"backward_pass_autocast": "off"} if hasattr(config, "backward_pass_autocast") else {}
     # Beside a backward, checkpoints dissolve in a plan. Without one this would refuse to draw inside of them (torch 2.13).

@@ -76,8 +76,6 @@ class Since:
     def end(self) -> None:
         """The trace has ended."""
         self.born = self._now()
-        if not self._freezes:
-            self._collected()
         self.thaw()
 
     def alive(self) -> list[tuple[int, Tensor]]:
@@ -86,16 +84,15 @@ class Since:
 
     def _now(self) -> set[int]:
         """Ids of what has come to be so far; not looked for where no tensor has stayed."""
-        if not self._freezes or not self._collected():
+        if not self._collected() or not self._freezes:
             return set()
         return set(map(id, gc.get_objects()))
 
     def _collected(self) -> bool:
         """Whether tensors stay when all garbage is collected: it lies nowhere. Cheap while what was there before is frozen."""
-        if not any(one() is not None for one in self.made):
-            return False
-        gc.collect()
-        return any(one() is not None for one in self.made)
+        if self.alive():
+            gc.collect()
+        return bool(self.alive())
 
 
 @dataclass(frozen=True, slots=True)
