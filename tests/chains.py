@@ -97,3 +97,26 @@ def vgg(name: str, depths: Sequence[int], *, batch: int = 1) -> Graph:
         values.append(Value(f"d_{i}", 4 * batch * shapes[i][0]))
         ops.append(Op(f"backward_{i}", reads, (2 * count - i,), 2 * batch * shapes[i][1], backward=True))
     return Graph(name, tuple(ops), tuple(values), frozenset(), frozenset({2 * count}))
+
+
+def shared_among_layers(layers: int) -> Graph:
+    """A chain whose layers all read one small value, and whose last gradients are as many and all read one gradient."""
+    values, ops = [Value("x", 8)], list[Op]()
+
+    def made(*reads: int, size: int, backward: bool = False) -> int:
+        values.append(Value(f"v_{len(values)}", size))
+        ops.append(Op(f"op_{len(ops)}", tuple(dict.fromkeys(reads)), (len(values) - 1,), 10, backward=backward))
+        return len(values) - 1
+
+    positions = made(0, size=4)
+    forward = [0]
+    for i in range(layers):
+        forward.append(made(forward[-1], positions, size=1 + 37 * i % 100))
+    scale = made(forward[-1], size=4, backward=True)
+    gradient = forward[-1]
+    for i in range(layers):
+        gradient = made(gradient, forward[-1 - i], size=1 + 53 * i % 100, backward=True)
+    total = made(scale, size=4, backward=True)
+    for _ in range(layers):
+        total = made(scale, total, size=4, backward=True)
+    return Graph("shared_among_layers", tuple(ops), tuple(values), frozenset({0}), frozenset({gradient, total}))

@@ -38,6 +38,7 @@ from planner.stages.search import StageSearch
 from planner.stages.solving import Asked
 from planner.walks.annealed_walks import AnnealedWalks
 from planner.walks.walk_search import WalkSearch
+from tests.chains import shared_among_layers
 from tests.clock import stopwatch
 from tests.interruption import interrupted
 from tests.oracles import least_budget, least_time
@@ -479,6 +480,15 @@ def test_the_time_limit_is_kept() -> None:
     found = solve(graph, budget_bytes, gap=0.0, time_limit_s=3)
     assert taken_s() <= 3 * 1.1 + 1
     assert max(found.bound_ns or 0, found.notes.get("order_bound_ns", 0)) > graph.keep_all_time_ns
+
+
+def test_the_time_limit_is_kept_where_nothing_fits_and_layers_share_much() -> None:
+    for layers in (30, 6_000):  # the first one loads what searches are made of
+        graph = shared_among_layers(layers)
+        least, most = least_bytes(graph), simulate(graph, keep_all(graph)).peak_bytes
+        taken_s = stopwatch()
+        solve(graph, int(least + 0.03 * (most - least)), time_limit_s=2)
+    assert taken_s() <= 2 * 1.1 + 1
 
 
 def test_progress_tells_times_bounds_and_phases() -> None:

@@ -18,14 +18,24 @@ from graphs.importers.checkmate import COST_UNIT_NS
 from graphs.synthetic import chain, random_training
 from graphs.workloads import build
 from planner import Status, keep_all, simulate, solve
-from planner.chains.chain import Chain, Stage, chain_of_blocks, forward_count, held_throughout, left_for, small_crossing
+from planner.chains.chain import (
+    Chain,
+    Stage,
+    chain_of_blocks,
+    forward_count,
+    held_throughout,
+    left_for,
+    separators,
+    small_crossing,
+)
 from planner.chains.chain_dp import Way
 from planner.methods.rockmate import solve as rockmate
 from planner.methods.rotor import solve as rotor
 from planner.schedule import with_frees
 from planner.stages.block_chain import block_schedule
 from planner.stages.blocks import Block, BlockSolver, blocks
-from tests.chains import random_chain
+from tests.chains import random_chain, shared_among_layers
+from tests.clock import stopwatch
 from tests.models import MODELS, graph_of
 from tests.oracles import least_budget, least_time
 from tests.strategies import random_graph
@@ -121,6 +131,24 @@ def test_stages_run_one_after_the_other_are_the_graph() -> None:
             assert sorted(forward + backward) == list(range(len(graph.ops)))
             trace = simulate(graph, with_frees(graph, forward + backward))
             assert trace.time_ns == graph.keep_all_time_ns
+
+
+def test_what_all_layers_share_takes_no_time_for_each_pair_of_them() -> None:
+    graph = shared_among_layers(12_000)
+    taken_s = stopwatch()
+    carried = small_crossing(graph)
+    assert len(chain_of_blocks(graph, carried=carried).stages) == 12_000
+    assert taken_s() < 4
+
+
+def test_what_is_carried_crosses_a_cut() -> None:
+    for graph in [*(random_training(9, seed) for seed in range(20)), *map(graph_of, MODELS)]:
+        small = small_crossing(graph, 0.2)
+        cuts = [at for at, _ in separators(graph, carried=small)]
+        count = forward_count(graph)
+        for v in small:
+            last = max(c for c in graph.consumers[v] if c < count)
+            assert any(graph.producer[v] <= at < last for at in cuts)
 
 
 def test_a_recurrent_network_is_cut_into_its_steps() -> None:

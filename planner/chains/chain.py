@@ -9,10 +9,11 @@ backward passes, run from the last stage to the first, are a valid order of the 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from graphs.errors import InputError
 from graphs.ir import Graph
@@ -194,8 +195,8 @@ def small_crossing(graph: Graph, share: float = SMALL) -> frozenset[int]:
         if room < 0:
             break
         small.add(v)
-    cuts = [at for at, _ in separators(graph, carried=small)]
-    return frozenset(v for v in small if any(graph.producer[v] <= at < last[v] for at in cuts))
+    cuts = [*(at for at, _ in separators(graph, carried=small)), count]
+    return frozenset(v for v in small if cuts[bisect_left(cuts, graph.producer[v])] < last[v])
 
 
 def _broken(graph: Graph, i: int, why: str) -> InputError:
@@ -278,6 +279,27 @@ def _chain(graph: Graph, forwards: Iterable[Sequence[int]], carried: frozenset[i
     return Chain(graph, stages, carried)
 
 
+class _Lowest:
+    """The lowest level of each gradient's readers, while these get their final levels from the last one on.
+
+    readers  the levels of each gradient's readers, in graph order
+    """
+
+    def __init__(self, readers: dict[int, list[int]]) -> None:
+        # Of the readers before each one; then of those after the one at hand.
+        self._before = {v: [math.inf, *accumulate(levels[:-1], min)] for v, levels in readers.items() if levels}
+        self._after = dict.fromkeys(self._before, math.inf)
+
+    def but_the_last(self, v: int) -> float:
+        """Of all readers but the last without a final level; infinite where there is no other."""
+        return min(self._before[v][-1], self._after[v])
+
+    def set_last(self, v: int, level: int) -> None:
+        """Give that one its final level."""
+        self._before[v].pop()
+        self._after[v] = min(self._after[v], level)
+
+
 def _levels(graph: Graph, stage_of: dict[int, int], inputs: Sequence[frozenset[int]], carried: Collection[int]) -> dict[int, int]:
     """The stage of each backward op: the last one at which all it reads can be there.
 
@@ -303,14 +325,17 @@ def _levels(graph: Graph, stage_of: dict[int, int], inputs: Sequence[frozenset[i
         elif all(graph.producer[v] < 0 or graph.producer[v] in loose for v in op.inputs):
             loose[i] = None
         level[i] = at
+    others = _Lowest({v: [level[c] for c in graph.consumers[v]] for i in level for v in graph.ops[i].outputs})
     for i in reversed(range(count, len(graph.ops))):
         op = graph.ops[i]
+        gradients = [v for v in op.inputs if graph.producer[v] >= count]
+        lowest = [others.but_the_last(v) for v in gradients]
         latest = max((level[c] for v in op.outputs for c in graph.consumers[v]), default=0)
         if i in loose:
             level[i] = latest
         elif not op.random and not op.effect and all(graph.producer[v] < 0 or graph.producer[v] >= count for v in op.inputs):
             # Gradients that others read later are held till then: the op loses nothing by waiting for them, and its outputs gain.
-            others = [[level[c] for c in graph.consumers[v] if c != i] for v in op.inputs if graph.producer[v] >= 0]
-            if all(others):
-                level[i] = min(level[i], max(latest, *(min(levels) for levels in others)))
+            level[i] = int(min(level[i], max(latest, *lowest)))
+        for v in gradients:
+            others.set_last(v, level[i])
     return level

@@ -59,6 +59,8 @@ def least_peak(
     """
     deadline = time.perf_counter() + time_limit_s
     proved = least_bytes(graph)
+    if time.perf_counter() >= deadline:
+        return proved, None
     search = _Backwards(graph)
     for latest in (False, True):
         proved, path = search.run(proved, max(1, states // 2), deadline, latest=latest, proves=proves)
@@ -77,7 +79,7 @@ def fitting(graph: Graph, budget_bytes: int, *, states: int = FIT_STATES, time_l
     if simulate(graph, whole).peak_bytes <= budget_bytes:
         yield whole
         return
-    if least_bytes(graph) > budget_bytes:
+    if time.perf_counter() >= deadline or least_bytes(graph) > budget_bytes:
         return
     search = _Backwards(graph)
     small = search.small(SMALL_SHARE * budget_bytes)

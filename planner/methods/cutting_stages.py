@@ -503,9 +503,9 @@ def _scrape(search: StageSearch, *, in_order: bool) -> bool:
         return False
     if not search.trained:
         _elsewhere(search)
-    if search.time_ns is None and repeats(search.graph):
+    if search.time_ns is None and not search.done() and repeats(search.graph):
         try_blocks(search)
-    if in_order and search.time_ns is None:
+    if in_order and search.time_ns is None and not search.done():
         _solve_coarser(search, HALF)
     if search.time_ns is None:
         pebble(search, least)

@@ -71,7 +71,7 @@ def is_chain(graph: Graph) -> bool:
 
 def repeats(graph: Graph) -> bool:
     """Whether it is a chain of blocks of which most are alike, as time steps are, so that solving them takes little time."""
-    if not any(op.backward for op in graph.ops) or not _is_cut(chain := _chain(graph)):
+    if not any(op.backward for op in graph.ops) or not _is_cut(chain := _chain(graph)) or too_long(len(chain.stages)):
         return False
     problems = blocks(chain)
     return _distinct_ops(problems) <= DISTINCT * sum(len(block.graph.ops) for block in problems)
