@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import gc
 import operator
+import sys
 from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -250,6 +251,26 @@ def test_many_tensors_left_take_no_long_look() -> None:
         part.register_forward_hook(keep)
     step = capture(model, x, loss=lambda out: out.sum())
     assert not seen and len(step.leftovers) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "most"), [("dict", 2), ("object", 4), ("global list", 2), ("dict in a global dict", 3), ("global variable", 1)]
+)
+def test_walks_through_all_objects_are_few(name: str, most: int) -> None:
+    """One for the tensors and one for each level of what they lie in, none twice, up to what has a name of its own."""
+    walks: list[None] = []
+
+    def note(frame: FrameType, event: str, called: object) -> None:
+        if event == "c_call" and called is gc.get_referrers and frame.f_globals["__name__"] == "graphs.watching.outside":
+            walks.append(None)
+
+    sys.setprofile(note)
+    try:
+        step = capture(Leaving(PLACES[name].leave), torch.randn(16, 8))
+    finally:
+        sys.setprofile(None)
+    assert len(step.leftovers) == 1
+    assert 0 < len(walks) <= most
 
 
 class Trainer:

@@ -8,6 +8,7 @@ a name, so that the place is found again where the program has put another conta
 from __future__ import annotations
 
 import gc
+import sys
 import types
 import warnings
 import weakref
@@ -154,6 +155,7 @@ class _Search:
         self._walks = 0
         self._traced: dict[int, bool] = {}
         self._keep: list[Any] = []  # no id is given twice
+        self._edges: dict[int, list[_Edge]] = {}  # by id: what refers to what has been looked for
         self._own |= {id(self._traced), id(self._keep)}
         self._alone: set[int] = set()  # ids of tensors that were made in the backward, of which there is one
         self._slots: list[_Edge] = []  # where traced things lie in what was there before
@@ -176,7 +178,7 @@ class _Search:
         found: dict[Hashable, Leftover] = {}
         containers = {id(slot.at): slot.at for slot in self._slots}
         self._own.add(id(containers))
-        names = _Names(self._referring, [one for one in containers.values() if not is_a(one, *_NAMED)])
+        names = _Names(self._referring, [one for one in containers.values() if not _has_name(one)])
         slots = [self._of_owner(slot, names) for slot in self._slots]
         for slot in slots:
             leftover = self._leftover(slot, names)
@@ -196,24 +198,11 @@ class _Search:
     def _above(self, level: list[Any]) -> list[Any]:
         """Note where these lie; what the trace has put them in, which lies somewhere itself."""
         higher: dict[int, Any] = {}
-        self._own.add(id(higher))
-        pending = {id(one): one for one in level}
-        found: list[tuple[_Edge, int]] = []
-        self._own |= {id(pending), id(found)}
-        while pending and self._walks < _WALKS:
-            some = list(pending.values())[:_TOGETHER]
-            self._own.add(id(some))
-            for slot, child in self._referring(some):
-                at = slot.at
-                inside = dict.values(at) if is_a(at, dict) else at if is_a(at, *_LISTED) else ()
-                for one in list(inside):
-                    pending.pop(id(one), None)  # found together, as in most lists
-                    if id(one) in self._traced and id(one) != child and is_a(at, dict):
-                        found += [(_Edge(at, key), id(value)) for key, value in list(dict.items(at)) if value is one]
-                found.append((slot, child))
-            for one in some:
-                pending.pop(id(one), None)
-        made = self._made_for_objects([slot.at for slot, _ in found if is_a(slot.at, dict)])
+        found = self._places(level)
+        self._own |= {id(higher), id(found)}
+        boxes = {id(slot.at): slot.at for slot, _ in found if not _has_name(slot.at) and not _is_theirs(slot.at)}
+        self._own.add(id(boxes))
+        made = self._made_for_objects(list(boxes.values()))
         for slot, child in found:
             at = slot.at
             if _is_theirs(at):
@@ -230,16 +219,33 @@ class _Search:
         self._own.add(id(result))
         return result
 
-    def _made_for_objects(self, dicts: list[Any]) -> set[int]:
-        """Of dicts, the ids of those that are the attributes of objects that the trace has made."""
-        made: set[int] = set()
-        unique = list({id(one): one for one in dicts}.values())
-        self._own |= {id(dicts), id(unique)}
-        for i in range(0, len(unique), _TOGETHER):
-            for edge, child in self._referring(unique[i : i + _TOGETHER]):
-                if edge.key is None and id(edge.at) in self._born | self._born_before and not is_a(edge.at, *_LISTED):
-                    made.add(child)
-        return made
+    def _places(self, level: list[Any]) -> list[tuple[_Edge, int]]:
+        """What refers to these, with the id of each."""
+        pending = {id(one): one for one in level}
+        found: list[tuple[_Edge, int]] = []
+        self._own |= {id(pending), id(found)}
+        while pending and self._walks < _WALKS:
+            some = list(pending.values())[:_TOGETHER]
+            self._own.add(id(some))
+            for slot, child in self._referring(some):
+                at = slot.at
+                inside = dict.values(at) if is_a(at, dict) else at if is_a(at, *_LISTED) else ()
+                for one in list(inside):
+                    pending.pop(id(one), None)  # found together, as in most lists
+                    if id(one) in self._traced and id(one) != child and is_a(at, dict):
+                        found += [(_Edge(at, key), id(value)) for key, value in list(dict.items(at)) if value is one]
+                found.append((slot, child))
+            for one in some:
+                pending.pop(id(one), None)
+        return found  # no variable of this is left, which would refer to a place
+
+    def _made_for_objects(self, boxes: list[Any]) -> set[int]:
+        """Of containers, the ids of those that are the attributes of objects that the trace has made."""
+        return {
+            child
+            for edge, child in self._referring(boxes)
+            if edge.key is None and id(edge.at) in self._born | self._born_before and not is_a(edge.at, *_LISTED)
+        }
 
     def _is_new(self, at: Any, child: int) -> bool:
         """Whether what has come to refer to something traced was made for it. Python's collector does not see a dict before there
@@ -252,24 +258,34 @@ class _Search:
 
     def _referring(self, children: Sequence[Any]) -> list[tuple[_Edge, int]]:
         """What of the program refers to some of these, by which keys; with the id of what is referred to."""
+        unknown = [child for child in children if id(child) not in self._edges]
+        self._own |= {id(children), id(unknown)}
+        for i in range(0, len(unknown), _TOGETHER):
+            self._look_for(unknown[i : i + _TOGETHER])
+        return [(edge, id(child)) for child in children for edge in self._edges[id(child)]]
+
+    def _look_for(self, children: list[Any]) -> None:
+        """Walk through all objects there are."""
         self._walks += 1
-        ids = {id(child) for child in children}
-        found: list[tuple[_Edge, int]] = []
-        self._own |= {id(children), id(ids), id(found)}
+        edges: dict[int, list[_Edge]] = {id(child): [] for child in children}
+        self._own.add(id(children))
+        self._keep += children
         for one in gc.get_referrers(*children):
             kind = type(one)
             if id(one) in self._own or issubclass(kind, _SKIPPED) or kind in (_Edge, _Search, _Names, Leftover):
                 continue
             if issubclass(kind, dict):
-                found += [(_Edge(one, key), id(value)) for key, value in list(dict.items(one)) if id(value) in ids]
+                inside = list(dict.items(one))
             elif issubclass(kind, _LISTED):
-                found += [(_Edge(one, None), id(value)) for value in list(one) if id(value) in ids]
+                inside = [(None, value) for value in list(one)]
             else:
-                inside = attributes_of(one)
-                found += [(_Edge(one, key), id(value)) for key, value in list(inside.items()) if id(value) in ids]
-                owned = [child for child in children if child is inside or (issubclass(kind, type) and _is_of_class(child, one))]
-                found += [(_Edge(one, None), id(child)) for child in owned]  # the dict of its attributes
-        return found
+                attributes = attributes_of(one)
+                inside = list(attributes.items())  # and of the dict that holds them
+                inside += [(None, child) for child in children if child is attributes or _is_of_class(child, one)]
+            for key, value in inside:
+                if id(value) in edges:
+                    edges[id(value)].append(_Edge(one, key))
+        self._edges.update(edges)
 
     def _of_owner(self, slot: _Edge, names: _Names) -> _Edge:
         """Of the dict of an object's, or a class's, attributes that object, or class."""
@@ -318,14 +334,25 @@ class _Names:
             for i in range(0, len(level), _TOGETHER):
                 for edge, child in referring(level[i : i + _TOGETHER]):
                     self._above[child].append(edge)
-            edges = [edge for one in level for edge in self._above[id(one)] if not _is_theirs(edge.at)]
-            higher = {id(e.at): e.at for e in edges if id(e.at) not in self._above and not is_a(e.at, *_NAMED, *_LISTED)}
-            level = list(higher.values())[:_MOST_NAMES]
-            if not level:
+            level = self._over(level)
+            if not level or all(map(self._is_named, things)):
                 break
+
+    def _over(self, level: list[Any]) -> list[Any]:
+        """What may lead to a name of these, and has not been looked for."""
+        edges = [edge for one in level for edge in self._above[id(one)] if not _is_theirs(edge.at)]
+        higher = {id(e.at): e.at for e in edges if id(e.at) not in self._above and not is_a(e.at, *_NAMED, *_LISTED)}
+        return list(higher.values())[:_MOST_NAMES]
+
+    def _is_named(self, at: Any) -> bool:
+        """Whether it is known how it is found again from something that has a name of its own."""
+        return _has_name(self.of(at)[0])
 
     def owner(self, at: Any, *, modules: bool = False) -> Any:
         """The object or class whose attributes a dict has; None: it is none, or that of a Python module."""
+        module = _module_of(at)
+        if module is not None:
+            return module if modules else None
         for edge in self._above.get(id(at), []) if is_a(at, dict) else ():
             if edge.key is None and not is_a(edge.at, *_LISTED) and (modules or not is_a(edge.at, types.ModuleType)):
                 return edge.at
@@ -365,9 +392,21 @@ def _is_theirs(at: Any) -> bool:
     return not is_a(at, nn.Module, Tensor) and str(type(at).__module__).partition(".")[0] in _LIBRARIES
 
 
-def _is_of_class(attributes: Any, kind: type) -> bool:
+def _is_of_class(attributes: Any, one: Any) -> bool:
     """Whether a dict is that of a class, which shows it as another object."""
-    return type(attributes) is dict and len(attributes) == len(vars(kind)) and all(key in attributes for key in vars(kind))
+    if type(attributes) is not dict or not issubclass(type(one), type):
+        return False
+    return len(attributes) == len(vars(one)) and all(key in attributes for key in vars(one))
+
+
+def _has_name(at: Any) -> bool:
+    return is_a(at, *_NAMED) or _module_of(at) is not None
+
+
+def _module_of(at: Any) -> types.ModuleType | None:
+    """The Python module of which a dict has the names."""
+    module = sys.modules.get(name) if is_a(at, dict) and type(name := dict.get(at, "__name__")) is str else None
+    return module if is_a(module, types.ModuleType) and vars(module) is at else None
 
 
 def _named(one: Any) -> str:
