@@ -43,6 +43,7 @@ from online.engines.growing import GrowingEngine
 from online.heuristics import HEURISTICS, Pool
 from planner import plan
 from planner.simulate import simulate
+from tests.garbage import frozen_before
 
 
 class Meter(TorchDispatchMode):
@@ -570,8 +571,7 @@ def swept(step: Callable[[], list[Tensor]], holding: Any, least: float = 0.4) ->
     want, recomputations = step(), 0
     with budget(None, holding=holding) as free:
         assert same(step(), want)
-    gc.freeze()  # where nothing fits Python's collector is asked each time, and would go through all that is imported
-    try:
+    with frozen_before():
         for budget_bytes in range(int(least * free.peak_bytes), free.peak_bytes + 1, max(1, free.peak_bytes // 50)):
             for heuristic in ("lru", "dtr_eq+reclaim", "dtr_eq+counted", "demand"):
                 with contextlib.suppress(BudgetExceeded, NoScheduleFound):
@@ -579,8 +579,6 @@ def swept(step: Callable[[], list[Tensor]], holding: Any, least: float = 0.4) ->
                         got = step()
                     assert same(got, want)
                     recomputations += run.counters.recomputations
-    finally:
-        gc.unfreeze()
     return recomputations
 
 

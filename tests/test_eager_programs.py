@@ -19,6 +19,7 @@ from graphs.errors import BudgetExceeded, NoScheduleFound
 from online.eager import budget
 from planner.simulate import simulate
 from tests.functions import Dirty
+from tests.garbage import frozen_before
 
 
 class Forwarding(TorchDispatchMode):
@@ -261,7 +262,7 @@ def test_programs_have_the_same_answer_within_the_bytes(heuristic: str) -> None:
         while high - low > free.peak_bytes // 16:
             limit = (low + high) // 2
             try:
-                with budget(limit, heuristic=heuristic, costs="modelled", seed=seed) as run:
+                with frozen_before(), budget(limit, heuristic=heuristic, costs="modelled", seed=seed) as run:
                     got = play(seed)
             except (BudgetExceeded, NoScheduleFound):
                 low = limit
