@@ -76,9 +76,10 @@ class Caches:
 def _remember_traced(functions: list[Any], known: Set[int]) -> bool:
     """Whether tensors of a trace are among what they have returned, or were given."""
     held = functions
+    own = {id(getattr(function, "__wrapped__", None)) for function in functions}  # which have all names of their modules
     for _ in range(_LEVELS):
         inside = gc.get_referents(*(one for one in held if not is_a(one, nn.Module)))
-        held = list({id(one): one for one in inside}.values())  # all functions refer to their type
+        held = list({id(one): one for one in inside if id(one) not in own}.values())  # all functions refer to their type
         if _are_traced(held, known):
             return True
     return False
