@@ -16,6 +16,8 @@ Bugs of our own are ``AssertionError``.
 
 from __future__ import annotations
 
+MOST_QUOTED = 80  # characters
+
 
 class BeladyError(Exception):
     """Root of all errors raised on purpose."""
@@ -104,6 +106,19 @@ def a_kind(thing: object) -> str:
     """What a message calls something of the wrong kind: "an int", "a Step"."""
     name = type(thing).__name__
     return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
+
+
+def quoted(thing: object) -> str:
+    """What a message quotes, as Python writes it, shortened."""
+    try:
+        return shortened(repr(thing))
+    except ValueError:  # an int of thousands of digits
+        return a_kind(thing)
+
+
+def shortened(text: str) -> str:
+    """A name as a message has it; of a long one the beginning, for a message is a sentence whatever is in a damaged file."""
+    return text if len(text) <= MOST_QUOTED else text[: MOST_QUOTED - 3] + "..."
 
 
 def check_positive(**given: object) -> None:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
+from typing import Any, TypeVar
 
-from graphs.errors import InputError, InvalidGraph, a_kind
+from graphs.errors import InputError, InvalidGraph, a_kind, quoted, shortened
 
 WRITTEN_OUT = 12  # ops
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +85,9 @@ class Graph:
     resident_bytes: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        for name, kind in (("ops", tuple), ("values", tuple), ("resident", frozenset), ("outputs", frozenset)):
+            if type(given := getattr(self, name)) is not kind:
+                object.__setattr__(self, name, _made(kind, given, name))
         producer, consumers = _check(self)
         object.__setattr__(self, "producer", producer)
         object.__setattr__(self, "consumers", consumers)
@@ -113,14 +118,18 @@ class Graph:
 
     def with_costs(self, time_ns: Iterable[int], workspace_bytes: Iterable[int] | None = None) -> Graph:
         """The same graph with other op times (and workspaces, where given), one per op."""
-        times = list(time_ns)
-        spaces = [op.workspace_bytes for op in self.ops] if workspace_bytes is None else list(workspace_bytes)
+        times = _one_per_op(self, "time_ns", time_ns)
+        kept = (op.workspace_bytes for op in self.ops)
+        spaces = _one_per_op(self, "workspace_bytes", kept if workspace_bytes is None else workspace_bytes)
         ops = (replace(op, time_ns=t, workspace_bytes=w) for op, t, w in zip(self.ops, times, spaces, strict=True))
         return replace(self, ops=tuple(ops))
 
     def in_order(self, order: Sequence[int]) -> Graph:
         """The same graph with its ops in another order: op ``order[i]`` becomes op i. Values keep their numbers."""
-        return replace(self, ops=tuple(self.ops[v] for v in order))
+        try:
+            return replace(self, ops=tuple(self.ops[v] for v in order))
+        except (IndexError, TypeError) as error:
+            raise InvalidGraph(f"an order has each of the ops 0 to {len(self.ops) - 1} once, not {quoted(order)}") from error
 
 
 def check_graph(graph: object, what: str) -> None:
@@ -129,45 +138,93 @@ def check_graph(graph: object, what: str) -> None:
         raise InputError(f"{what} takes a Graph (that of a captured Step is step.graph), not {a_kind(graph)}")
 
 
+def _made(kind: Callable[[Any], T], given: object, what: str) -> T:
+    """What is given, as a tuple or a frozenset: a Graph may be built from lists and sets, but has none that can change."""
+    try:
+        return kind(given)
+    except TypeError as error:
+        raise InvalidGraph(f"{what} must be a {getattr(kind, '__name__', kind)}, not {quoted(given)}") from error
+
+
+def _one_per_op(graph: Graph, what: str, numbers: Iterable[int]) -> tuple[int, ...]:
+    found: tuple[int, ...] = _made(tuple, numbers, what)
+    if len(found) != len(graph.ops):
+        how = "shorter" if len(found) < len(graph.ops) else "longer"
+        raise InvalidGraph(f"{what} is {how} than the ops of {graph.name}: {len(found):,} numbers for {len(graph.ops):,} ops")
+    return found
+
+
 def _check(graph: Graph) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
-    """Check every rule of the classes above; return producer and consumers."""
-    n_values = len(graph.values)
-    for v, value in enumerate(graph.values):
-        if not isinstance(value.size_bytes, int) or value.size_bytes < 0:
-            raise InvalidGraph(f"value {v} ({value.name}): size_bytes must be an int >= 0, not {value.size_bytes!r}")
-    for what, ids in (("resident", graph.resident), ("outputs", graph.outputs)):
+    """Check every rule of the classes above; return producer and consumers. A search builds large graphs often: what a message
+    needs is made only for a message.
+    """
+    values, resident = graph.values, graph.resident
+    _check_kinds(graph)
+    n_values = len(values)
+    for v, value in enumerate(values):
+        if type(value.size_bytes) is not int or value.size_bytes < 0:
+            raise InvalidGraph(f"{_value(graph, v)}: size_bytes must be an int >= 0, not {quoted(value.size_bytes)}")
+    for what, ids in (("resident", resident), ("outputs", graph.outputs)):
         for v in ids:
-            if not isinstance(v, int) or not 0 <= v < n_values:
-                raise InvalidGraph(f"{what} names value {v!r}, but values are numbered 0 to {n_values - 1}")
+            if type(v) is not int or not 0 <= v < n_values:
+                raise InvalidGraph(f"{what} names value {quoted(v)}, but values are numbered 0 to {n_values - 1}")
 
     producer = [-1] * n_values
     consumers: list[list[int]] = [[] for _ in range(n_values)]
     names: set[str] = set()
     for i, op in enumerate(graph.ops):
-        where = f"op {i} ({op.name})"
         if op.name in names:
-            raise InvalidGraph(f"{where}: another op has this name; names must be unique")
+            raise InvalidGraph(f"{_op(graph, i)}: another op has this name; names must be unique")
         names.add(op.name)
-        for what, number in (("time_ns", op.time_ns), ("workspace_bytes", op.workspace_bytes)):
-            if not isinstance(number, int) or number < 0:
-                raise InvalidGraph(f"{where}: {what} must be an int >= 0, not {number!r}")
+        if type(op.time_ns) is not int or op.time_ns < 0:
+            raise InvalidGraph(f"{_op(graph, i)}: time_ns must be an int >= 0, not {quoted(op.time_ns)}")
+        if type(op.workspace_bytes) is not int or op.workspace_bytes < 0:
+            raise InvalidGraph(f"{_op(graph, i)}: workspace_bytes must be an int >= 0, not {quoted(op.workspace_bytes)}")
         touched = op.inputs + op.outputs
-        if len(set(touched)) != len(touched):
-            raise InvalidGraph(f"{where}: a value stands twice among its inputs and outputs {touched}")
         for v in touched:
-            if not isinstance(v, int) or not 0 <= v < n_values:
-                raise InvalidGraph(f"{where}: names value {v!r}, but values are numbered 0 to {n_values - 1}")
+            if type(v) is not int or not 0 <= v < n_values:
+                raise InvalidGraph(f"{_op(graph, i)}: names value {quoted(v)}, but values are numbered 0 to {n_values - 1}")
+        if len(set(touched)) != len(touched):
+            raise InvalidGraph(f"{_op(graph, i)}: a value stands twice among its inputs and outputs {quoted(touched)}")
         for v in op.inputs:
-            if v not in graph.resident and producer[v] < 0:
-                raise InvalidGraph(f"{where}: reads value {v} ({graph.values[v].name}), which no earlier op makes")
+            if producer[v] < 0 and v not in resident:
+                raise InvalidGraph(f"{_op(graph, i)}: reads {_value(graph, v)}, which no earlier op makes")
             consumers[v].append(i)
         for v in op.outputs:
-            if v in graph.resident:
-                raise InvalidGraph(f"{where}: makes value {v} ({graph.values[v].name}), which is resident")
+            if v in resident:
+                raise InvalidGraph(f"{_op(graph, i)}: makes {_value(graph, v)}, which is resident")
             if producer[v] >= 0:
-                raise InvalidGraph(f"{where}: makes value {v} ({graph.values[v].name}), already made by op {producer[v]}")
+                raise InvalidGraph(f"{_op(graph, i)}: makes {_value(graph, v)}, already made by op {producer[v]}")
             producer[v] = i
     for v, p in enumerate(producer):
-        if p < 0 and v not in graph.resident:
-            raise InvalidGraph(f"value {v} ({graph.values[v].name}): neither resident nor made by any op")
+        if p < 0 and v not in resident:
+            raise InvalidGraph(f"{_value(graph, v)}: neither resident nor made by any op")
     return tuple(producer), tuple(map(tuple, consumers))
+
+
+def _check_kinds(graph: Graph) -> None:
+    """Ops, values, names and lists of ids are what they are said to be."""
+    for what, text in (("name", graph.name), ("device", graph.device)):
+        if not isinstance(text, str):
+            raise InvalidGraph(f"the {what} of a graph must be a str, not {quoted(text)}")
+    for v, value in enumerate(graph.values):
+        if not isinstance(value, Value):
+            raise InvalidGraph(f"value {v} must be a Value, not {quoted(value)}")
+        if not isinstance(value.name, str):
+            raise InvalidGraph(f"value {v}: its name must be a str, not {quoted(value.name)}")
+    for i, op in enumerate(graph.ops):
+        if not isinstance(op, Op):
+            raise InvalidGraph(f"op {i} must be an Op, not {quoted(op)}")
+        if not isinstance(op.name, str):
+            raise InvalidGraph(f"op {i}: its name must be a str, not {quoted(op.name)}")
+        if type(op.inputs) is not tuple or type(op.outputs) is not tuple:
+            what, ids = ("outputs", op.outputs) if type(op.inputs) is tuple else ("inputs", op.inputs)
+            raise InvalidGraph(f"{_op(graph, i)}: {what} must be a tuple of numbers of values, not {quoted(ids)}")
+
+
+def _op(graph: Graph, i: int) -> str:
+    return f"op {i} ({shortened(graph.ops[i].name)})"
+
+
+def _value(graph: Graph, v: int) -> str:
+    return f"value {v} ({shortened(graph.values[v].name)})"

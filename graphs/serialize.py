@@ -15,7 +15,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from graphs.errors import InputError, InvalidGraph
+from graphs.errors import InputError, InvalidGraph, a_kind, quoted, shortened
 from graphs.files import read_json, write_whole
 from graphs.ir import Graph, Op, Value, check_graph
 
@@ -52,21 +52,23 @@ def to_dict(graph: Graph) -> dict[str, Any]:
 
 def from_dict(content: dict[str, Any]) -> Graph:
     """Inverse of ``to_dict``. Raises InputError saying which entry is wrong, InvalidGraph where a rule of Graph is broken."""
+    if not isinstance(content, dict):
+        raise InputError(f"a graph is a dict, as to_dict makes it, not {a_kind(content)}")
     _check(content, _GRAPH_ENTRIES, {}, "the graph")
     if content["schema"] != SCHEMA:
-        raise InputError(f"expected the schema {SCHEMA!r}, found {content['schema']!r}")
+        raise InputError(f"expected the schema {SCHEMA!r}, found {quoted(content['schema'])}")
     values = []
     for v, entry in enumerate(content["values"]):
         match entry:
             case [str(name), int(size_bytes)] if not isinstance(size_bytes, bool):
                 values.append(Value(name, size_bytes))
             case _:
-                raise InputError(f"value {v} must be [name, size_bytes], not {_short(entry)}")
+                raise InputError(f"value {v} must be [name, size_bytes], not {quoted(entry)}")
     ops = []
     for i, entry in enumerate(content["ops"]):
         if not isinstance(entry, dict):
-            raise InputError(f"op {i} must be an object, not {_short(entry)}")
-        where = f"op {i} ({entry.get('name')})"
+            raise InputError(f"op {i} must be an object, not {quoted(entry)}")
+        where = f"op {i} ({shortened(str(entry.get('name')))})"
         _check(entry, _OP_ENTRIES, {key: kind for key, (kind, _) in _OP_OPTIONS.items()}, where)
         ends = {key: tuple(_ids(entry[key], f"{key} of {where}")) for key in ("inputs", "outputs")}
         ops.append(Op(**entry | ends))
@@ -110,18 +112,13 @@ def _check(entry: Mapping[str, Any], needed: Mapping[str, type], optional: Mappi
     for key, found in entry.items():
         kind = needed.get(key) or optional.get(key)
         if kind is None:
-            raise InputError(f"{where} has an unknown entry {key!r}")
+            raise InputError(f"{where} has an unknown entry {quoted(key)}")
         if type(found) is not kind:
-            raise InputError(f"{where}: {key} must be {kind.__name__}, not {_short(found)}")
+            raise InputError(f"{where}: {key} must be {kind.__name__}, not {quoted(found)}")
 
 
 def _ids(entries: list[Any], where: str) -> list[int]:
     for entry in entries:
         if type(entry) is not int:
-            raise InputError(f"{where}: expected value numbers, found {_short(entry)}")
+            raise InputError(f"{where}: expected value numbers, found {quoted(entry)}")
     return entries
-
-
-def _short(found: object) -> str:
-    text = repr(found)
-    return text if len(text) <= 40 else text[:37] + "..."

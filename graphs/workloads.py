@@ -23,7 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from graphs.collection import asked_for, chosen, is_own
-from graphs.errors import InputError
+from graphs.errors import InputError, quoted
+from graphs.files import check_readable
 from graphs.torch_private.names import tree_map_only
 from graphs.tracing.refusals import told
 
@@ -85,8 +86,9 @@ def load_workload(
         return build(name, device=where, batch=batch, seq=seq, depth=depth, size=size, vocab=vocab, seed=seed)
     path, _, called = name.rpartition(":")
     if not path.endswith(".py") or not called.isidentifier():
-        raise InputError(f"{name!r}: a workload of your own is written path.py:function")
+        raise InputError(f"{quoted(name)}: a workload of your own is written path.py:function")
     asked = asked_for(batch=batch, seq=seq, depth=depth, size=size, vocab=vocab)
+    check_readable(path)
     with _seeded(seed, where), _beside(Path(path)):
         function = getattr(_imported(Path(path)), called, None)
         if not callable(function):
@@ -142,8 +144,6 @@ def _beside(path: Path) -> Iterator[None]:
 
 
 def _imported(path: Path) -> ModuleType:
-    if not path.is_file():
-        raise InputError(f"there is no file {path}")
     name = f"belady_workload_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None, path

@@ -13,7 +13,7 @@ from online.engines.engine import Option
 from online.heuristics import DEFAULT_RULE
 from online.runtime import Run, rule, rule_named, run
 from planner.bounds import least_bytes
-from planner.budget import format_bytes, listed, resolve_budget
+from planner.budget import format_bytes, format_share, listed, resolve_budget, share_of
 from planner.live import line_of
 from planner.plan import copied_bytes_of, graph_of, solve, solve_halves
 from planner.result import Plan
@@ -251,7 +251,7 @@ class Comparison:
         lines.append("  {:>18}  {:<24} {:<13} {:>9} {:>9} {:>8} {:>9} {:>10}".format(*head))
         base = self.graph.keep_all_time_ns
         for row in self.rows():
-            share = "" if row["budget_fraction"] is None else f"{row['budget_fraction']:.0%} "
+            share = "" if row["budget_fraction"] is None else f"{format_share(row['budget_fraction'])} "
             bound = None if row["bound_ns"] is None or not base else row["bound_ns"] / base - 1
             lines.append(
                 f"  {share + format_bytes(row['budget_bytes']):>18}  {row['method']:<24} {row['status']:<13} "
@@ -314,7 +314,8 @@ def compare(
     interrupted = False
     try:
         for budget_bytes in resolved:
-            where = format_bytes(budget_bytes) + (f" ({budget_bytes / peak_bytes:.0%})" if peak_bytes else "")
+            share = share_of(budget_bytes, peak_bytes)
+            where = format_bytes(budget_bytes) + ("" if share is None else f" ({format_share(share)})")
             runs = []
             for heuristic in heuristics if budget_bytes >= least_bytes(graph) else ():
                 say(f"online {heuristic} in {where}")

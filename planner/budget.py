@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from decimal import Decimal
 from fractions import Fraction
 from numbers import Integral, Real
 
-from graphs.errors import InputError
+from graphs.errors import InputError, quoted
 
 EXACT = 2**53  # every whole number up to here is a float
+MOST = 10**300  # no whole number up to here is too large for a float
+WRITTEN = 10**1000  # Python writes whole numbers up to here, and some beyond
 _UNITS = {"": 1, "b": 1} | {
     f"{prefix}{suffix}": base**power
     for power, prefix in enumerate("kmgt", start=1)
@@ -38,7 +41,7 @@ def listed(budgets: Iterable[int | float | str] | int | float | str, what: str) 
     if isinstance(budgets, Real | str):
         budgets = [budgets]
     if not isinstance(budgets, Iterable):
-        raise InputError(f"{what} takes a list of budgets, not {budgets!r}")
+        raise InputError(f"{what} takes a list of budgets, not {quoted(budgets)}")
     budgets = list(budgets)
     for budget in budgets:
         is_share(budget)
@@ -71,6 +74,8 @@ def _parsed(budget: int | float | str) -> int | float:
             raise _unusable(budget)
         budget = int(number * _UNITS[match[2]])
     if isinstance(budget, Integral):
+        if budget > WRITTEN:
+            raise _unusable(budget)
         return int(budget)
     if not 0 < budget <= 1:
         raise _unusable(budget)
@@ -78,14 +83,28 @@ def _parsed(budget: int | float | str) -> int | float:
 
 
 def _unusable(budget: object) -> InputError:
-    return InputError(f"budget {budget!r}: give bytes (6442450944 or '6GiB') or a share of the keep-all peak in (0, 1] (0.5)")
+    return InputError(
+        f"budget {quoted(budget)}: give bytes (6442450944 or '6GiB') or a share of the keep-all peak in (0, 1] (0.5)"
+    )
 
 
 def format_bytes(size_bytes: int) -> str:
     """Three significant digits in the binary unit that fits: "1.53 GiB"."""
+    if size_bytes > MOST:
+        return f"{Decimal(size_bytes) / 2**40:.3g} TiB"
     size = float(size_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(size) < 999.5:  # what rounds to 1000 belongs to the next unit
             return f"{size:.0f} B" if unit == "B" else f"{size:.3g} {unit}"
         size /= 1024
     return f"{size:.3g} TiB"
+
+
+def share_of(size_bytes: int, whole_bytes: int) -> float | None:
+    """Bytes as a share of others; None where those are none, and for numbers of hundreds of digits."""
+    return size_bytes / whole_bytes if whole_bytes and size_bytes <= MOST else None
+
+
+def format_share(share: float) -> str:
+    """Whole per cent: "50%"; no more digits than tell something."""
+    return f"{share:.0%}" if share < 100 else f"{100 * share:.3g}%"

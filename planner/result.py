@@ -11,9 +11,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from graphs.errors import BudgetExceeded, GraphMismatch, InputError, InvalidSchedule
+from graphs.errors import BudgetExceeded, GraphMismatch, InputError, InvalidSchedule, quoted, shortened
 from graphs.files import read_json, read_text, write_whole
 from graphs.ir import Graph
+from planner.budget import share_of
 from planner.schedule import Schedule, computes, from_json, keep_all, to_json
 from planner.simulate import simulate
 
@@ -133,7 +134,7 @@ class Plan:
             "method": self.method,
             "seed": self.seed,
             "budget_bytes": self.budget_bytes,
-            "budget_fraction": self.budget_bytes / whole if whole else None,
+            "budget_fraction": share_of(self.budget_bytes, whole),
             "status": str(self.status),
             "time_ns": self.time_ns,
             "keep_all_time_ns": self.graph.keep_all_time_ns,
@@ -240,8 +241,8 @@ def load_plan(path: str | os.PathLike[str], graph: Graph | Step) -> Plan:
     with _told_as_damage(path):
         if content["fingerprint"] != graph.fingerprint():
             raise GraphMismatch(
-                f"{path} was made for the graph {content['graph']!r} ({content['fingerprint']}), not for {graph.name!r} "
-                f"({graph.fingerprint()}): other shapes, costs or device; plan again"
+                f"{path} was made for the graph {quoted(content['graph'])} ({shortened(str(content['fingerprint']))}), not for "
+                f"{quoted(graph.name)} ({graph.fingerprint()}): other shapes, costs or device; plan again"
             )
         plan = _read(content, graph)
     return replace(plan, step=step)
@@ -264,7 +265,7 @@ def saved_row(path: str | os.PathLike[str]) -> dict[str, Any]:
         _check_kinds(content, {"graph": str, "fingerprint": str})
         figures = content.get("figures", dict.fromkeys(_FIGURES))  # older files have none
         if not isinstance(figures, dict):
-            raise TypeError(f"its entry 'figures' is {figures!r}")
+            raise TypeError(f"its entry 'figures' is {quoted(figures)}")
         _check_kinds(figures, _FIGURES)
     # Every op runs at least once.
     ops = None if schedule is None else len(set(computes(schedule)))
@@ -288,12 +289,14 @@ def _told_as_damage(path: str | os.PathLike[str]) -> Iterator[None]:
 def _check_kinds(entries: dict[str, Any], kinds: Mapping[str, Any]) -> None:
     for key, kind in kinds.items():
         if not isinstance(entries[key], kind) or isinstance(entries[key], bool):
-            raise TypeError(f"its entry {key!r} is {entries[key]!r}")
+            raise TypeError(f"its entry {key!r} is {quoted(entries[key])}")
 
 
 def _checked(content: dict[str, Any]) -> tuple[Status, Schedule | None]:
     """Status and schedule in a file, with everything checked that can be without the graph."""
     _check_kinds(content, _ENTRIES)
+    if content["status"] not in list(Status):
+        raise ValueError(f"{quoted(content['status'])} is not a valid Status")
     status, schedule = Status(content["status"]), content["schedule"]
     if (schedule is None) != (status in (Status.INFEASIBLE, Status.UNKNOWN)):
         raise ValueError(f"status {status} {'without' if schedule is None else 'with'} a schedule")

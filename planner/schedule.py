@@ -8,8 +8,9 @@ from __future__ import annotations
 import bisect
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 
-from graphs.errors import InvalidSchedule
+from graphs.errors import InvalidSchedule, a_kind, quoted
 from graphs.ir import Graph, check_graph
 
 
@@ -29,6 +30,20 @@ class Free:
 
 Step = Compute | Free
 Schedule = tuple[Step, ...]
+
+
+def check_steps(schedule: object) -> None:
+    """Refuse what is no Schedule of any graph. Raises InvalidSchedule saying what is not."""
+    if not isinstance(schedule, Iterable):
+        raise InvalidSchedule(
+            f"a schedule is a tuple of Compute and Free (that of a Plan or a Run is its .schedule), not {a_kind(schedule)}"
+        )
+    for at, step in enumerate(schedule):
+        number = step.op if isinstance(step, Compute) else step.value if isinstance(step, Free) else None
+        if not isinstance(number, Integral):
+            raise InvalidSchedule(
+                f"step {at}: expected Compute or Free with the number of an op or a value, found {quoted(step)}"
+            )
 
 
 def computes(schedule: Schedule) -> Iterator[int]:
@@ -86,7 +101,7 @@ def from_json(codes: Iterable[object]) -> Schedule:
     steps: list[Step] = []
     for at, code in enumerate(codes):
         if not isinstance(code, int) or isinstance(code, bool):
-            raise InvalidSchedule(f"step {at}: expected an integer, found {code!r}")
+            raise InvalidSchedule(f"step {at}: expected an integer, found {quoted(code)}")
         steps.append(Compute(code) if code >= 0 else Free(-1 - code))
     return tuple(steps)
 

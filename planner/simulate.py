@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from graphs.errors import InvalidSchedule
 from graphs.ir import Graph, check_graph
-from planner.schedule import Compute, Schedule
+from planner.schedule import Compute, Schedule, check_steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +52,14 @@ def simulate(graph: Graph, schedule: Schedule) -> Trace:
     Raises InvalidSchedule naming the step and the rule broken.
     """
     check_graph(graph, "simulate")
+    try:
+        return _replayed(graph, schedule)
+    except (AttributeError, IndexError, TypeError):  # looking at each step beforehand would take as long as all else
+        check_steps(schedule)
+        raise
+
+
+def _replayed(graph: Graph, schedule: Schedule) -> Trace:
     sizes = [value.size_bytes for value in graph.values]
     present = set(graph.resident)
     held = graph.resident_bytes

@@ -6,8 +6,8 @@ import argparse
 import os
 from typing import Any
 
-from graphs.errors import InputError
-from graphs.files import check_writable
+from graphs.errors import InputError, quoted
+from graphs.files import check_writable, descriptor_of
 from online.heuristics import ADDRESS_HEURISTICS, DEFAULT_RULE, HEURISTICS
 from online.runtime import rule_named
 from planner.budget import is_share
@@ -124,7 +124,9 @@ def parser() -> argparse.ArgumentParser:
 
     command = _command(commands, "info", "ops, bytes, peak and smallest budgets of a graph, or what a saved plan says")
     _target(command, plans=True)
-    _file(command, "--plan", "check this saved plan against the graph, and say what it costs there")
+    command.add_argument(
+        "--plan", metavar="FILE", type=_named, help="check this saved plan against the graph, and say what it costs there"
+    )
     _file(command, "--save-graph", f"write the graph as JSON; {STDOUT}")
     command.add_argument(
         "--min-budget", metavar="SECONDS", type=_seconds, help="search for the smallest budget and its proof for at most so long"
@@ -191,11 +193,19 @@ def _named(name: str) -> str:
     return name
 
 
+def _written(name: str) -> str:
+    """The name of a file to be written. ``/dev/stdout`` is ``-``: its descriptor leads elsewhere while results are computed."""
+    try:
+        return "-" if descriptor_of(_named(name)) == 1 else name
+    except InputError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
 def _seconds(text: str) -> float:
     try:
         check_options({"time_limit_s": float(text)})
     except ValueError as error:  # InputError is one
-        raise argparse.ArgumentTypeError(f"seconds must be a number from 0 to 10,000,000, not {text!r}") from error
+        raise argparse.ArgumentTypeError(f"seconds must be a number from 0 to 10,000,000, not {quoted(text)}") from error
     return float(text)
 
 
@@ -228,7 +238,7 @@ def _seed(command: argparse._ActionsContainer) -> None:
 
 
 def _file(command: argparse.ArgumentParser, option: str, help_text: str) -> None:
-    command.add_argument(option, metavar="FILE", type=_named, help=help_text)
+    command.add_argument(option, metavar="FILE", type=_written, help=help_text)
 
 
 def _json(command: argparse.ArgumentParser) -> None:

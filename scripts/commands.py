@@ -138,11 +138,18 @@ def sweep_command(arguments: argparse.Namespace) -> int:
     check_options(solver_options(arguments))
     graphs: dict[str, Graph] = {}
     budgets: dict[str, list[int]] = {}
+    named: dict[str, str] = {}
+    again: list[tuple[str, str, Graph]] = []
     with computing() as status:
-        for graph in graphs_of(arguments, status):
+        for name, graph in zip(dict.fromkeys(arguments.workload), graphs_of(arguments, status), strict=True):
             fingerprint = graph.fingerprint()
-            graphs[fingerprint] = graph
+            if fingerprint in graphs:  # whose rows could not be told apart, nor do they differ
+                again.append((name, named[fingerprint], graphs[fingerprint]))
+                continue
+            named[fingerprint], graphs[fingerprint] = name, graph
             budgets[fingerprint] = sweep.budgets_of(arguments.budget, _peak_bytes(graph))
+    for name, first, graph in again:
+        tell(f"{name} is the same graph as {first}, in ops, bytes and times: the rows of {graph.name} are for both")
     cells = sweep.cells_of(budgets, methods, rules, **solver_options(arguments))
     if not cells:
         raise InputError("there is nothing to do: --method none and --rule none")

@@ -17,7 +17,7 @@ from matplotlib.lines import Line2D
 
 from graphs.errors import InputError
 from graphs.files import write_whole
-from planner.budget import format_bytes
+from planner.budget import format_bytes, format_share, share_of
 from planner.schedule import Compute, Schedule, keep_all
 from planner.simulate import simulate
 
@@ -134,9 +134,9 @@ def draw_comparison(comparison: Comparison, path: str) -> None:
         schedules |= {block.plan.method: block.plan.schedule} if block.plan.method != "keep_all" else {}
         schedules |= {f"online:{run.rule}": run.schedule for run in block.runs if run.completed}
         draw_memory(axes[0][1], graph, schedules, block.budget_bytes, methods)
-        whole = comparison.keep_all.budget_bytes
-        share = f"{block.budget_bytes / whole:.0%} of the keep-all peak" if whole else format_bytes(block.budget_bytes)
-        _entitle(axes[0][1], f"{graph.name} in {share}")
+        share = share_of(block.budget_bytes, comparison.keep_all.budget_bytes)
+        where = format_bytes(block.budget_bytes) if share is None else f"{format_share(share)} of the keep-all peak"
+        _entitle(axes[0][1], f"{graph.name} in {where}")
     _name_below(figure, axes.flat)
     save(figure, path)
 
@@ -222,8 +222,9 @@ def _name_below(figure: Any, panels: Iterable[Axes]) -> None:
 
 
 def _entitle(axes: Axes, title: str) -> None:
-    """Write a title as it is: a dollar sign in a name begins no formula, and what cannot be encoded is escaped."""
-    axes.set_title(title.encode("utf-8", "backslashreplace").decode("utf-8"), parse_math=False)
+    """Write a title as it is: a dollar sign in a name begins no formula, and what cannot be printed is escaped."""
+    shown = (sign if sign.isprintable() else sign.encode("unicode_escape").decode() for sign in title)
+    axes.set_title("".join(shown), parse_math=False)
 
 
 def writable(path: str) -> None:

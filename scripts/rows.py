@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from graphs.errors import InputError
-from graphs.files import read_text, write_whole
+from graphs.files import is_open_file, place_of, read_text, write_whole
 
 
 @cache
@@ -133,6 +133,8 @@ def check_row_file(path: str) -> None:
     """Raises InputError where its name shows already that rows cannot be added to a file."""
     if path == "-":
         raise InputError("rows are added to a file and read back from it, which standard output (-) does not take; name a file")
+    if is_open_file(path):
+        raise InputError(f"{path}: rows are added to a file and replaced in the end, which no open file can be; name it itself")
     if Path(path).suffix == ".gz":
         raise InputError(f"{path}: rows are added one by one, which a gzipped file does not take; leave out .gz")
 
@@ -140,7 +142,7 @@ def check_row_file(path: str) -> None:
 def make_folder(path: str) -> None:
     """Make the folder that a file is to be written to, that of its target for a link. Raises InputError naming the file."""
     try:
-        Path(os.path.realpath(path)).parent.mkdir(parents=True, exist_ok=True)
+        Path(place_of(path)).parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"cannot write {path}: {error.strerror or error}") from error
 

@@ -11,7 +11,7 @@ from rich.measure import Measurement
 from rich.table import Table
 
 from graphs.ir import Graph
-from planner.budget import format_bytes
+from planner.budget import format_bytes, format_share
 from planner.result import Status
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def print_rows(graph: Graph, rows: Sequence[dict[str, Any]]) -> None:
     base = graph.keep_all_time_ns
     for row, following in zip(rows, [*rows[1:], None], strict=True):
         cells = [
-            f"{_cell(row['budget_fraction'], '{:.0%}')} {format_bytes(row['budget_bytes'])}",
+            f"{_cell(row['budget_fraction'], format_share)} {format_bytes(row['budget_bytes'])}",
             row["method"],
             row["status"],
             _cell(row["overhead"], "{:.2%}"),
@@ -73,7 +73,7 @@ def print_sweep(graph: Graph, rows: Sequence[dict[str, Any]], ground: Mapping[in
     for row in rows:
         by_budget.setdefault(row["budget_bytes"], {})[row["method"]] = row
     for budget_bytes, at in by_budget.items():
-        share = _cell(next(iter(at.values()))["budget_fraction"], "{:.0%}")
+        share = _cell(next(iter(at.values()))["budget_fraction"], format_share)
         bound = ground[budget_bytes] / base - 1 if budget_bytes in ground and base else None
         infeasible_ = any(row["status"] == Status.INFEASIBLE for row in at.values())
         cells = [f"{share} {format_bytes(budget_bytes)}", "infeasible" if infeasible_ else _cell(bound, "{:.2%}")]
@@ -98,7 +98,7 @@ def print_facts(row: dict[str, Any], whole_bytes: int) -> None:
         elif cell is not None and key.endswith("_ns"):
             read = f"{cell / 1e6:,.3f} ms"
         elif isinstance(cell, float) and not key.endswith("_s"):
-            read = f"{cell:.2%}"
+            read = f"{cell:.2%}" if cell < 100 else format_share(cell)
         table.add_row(key, text, read, share)
     _print_whole(table)
 

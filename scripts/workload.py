@@ -84,8 +84,8 @@ class Loaded:
 
 
 def graphs_of(arguments: argparse.Namespace, status: Callable[[str], None]) -> Iterator[Graph]:
-    """The graph of each of several WORKLOADs, no model kept. Graph files beside models do without the options of models."""
+    """The graph of each of several WORKLOADs, each once, no model kept. Graph files beside models take no options of models."""
     mixed = not all(map(_is_graph_file, arguments.workload))
-    for name in arguments.workload:
+    for name in dict.fromkeys(arguments.workload):
         of_models = dict.fromkeys(OF_MODELS) if mixed and _is_graph_file(name) else {}
         yield Loaded(argparse.Namespace(**{**vars(arguments), "workload": name, **of_models}), status).graph

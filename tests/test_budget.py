@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from graphs import InputError
-from planner.budget import format_bytes, is_share, resolve_budget
+from planner.budget import format_bytes, format_share, is_share, resolve_budget, share_of
 
 PEAK = 1_000_003
 
@@ -92,6 +92,7 @@ def test_anything_else_is_refused_with_what_would_do(budget: object) -> None:
         (123 * 2**30, "123 GiB"),
         (5 * 2**40, "5 TiB"),
         (-2048, "-2 KiB"),
+        pytest.param(10**400, "9.09e+387 TiB", id="digits"),
     ],
 )
 def test_bytes_as_text(size_bytes: int, text: str) -> None:
@@ -109,3 +110,15 @@ def test_a_graph_that_holds_nothing_needs_nothing() -> None:
 )
 def test_shares_are_told_from_bytes(budget: int | float | str, share: bool) -> None:
     assert is_share(budget) == share
+
+
+@pytest.mark.parametrize("budget", ["9" * 5000, [0.5] * 5000, pytest.param(10**5000, id="digits")])
+def test_of_what_is_long_the_beginning_is_told(budget: object) -> None:
+    with pytest.raises(InputError, match="give bytes") as caught:
+        resolve_budget(budget, PEAK)  # type: ignore[arg-type]
+    assert len(str(caught.value)) < 200
+
+
+def test_shares_of_any_size() -> None:
+    assert [format_share(share) for share in (0.005, 0.5, 1.0, 12.345, 9e97)] == ["0%", "50%", "100%", "1234%", "9e+99%"]
+    assert (share_of(1, 2), share_of(1, 0), share_of(10**400, 1)) == (0.5, None, None)

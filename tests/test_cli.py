@@ -402,7 +402,7 @@ def test_files_with_numbers_that_nothing_can_hold_are_refused(
             assert "below 2^62 is needed" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", [r"a$\frac{$b", "\udce4"])
+@pytest.mark.parametrize("name", [r"a$\frac{$b", "\udce4", "\x07\x1b\t"])
 def test_any_name_can_be_the_title_of_a_picture(name: str, tmp_path: Path) -> None:
     path = tmp_path / "graph.json"
     save_graph(replace(training_chain(4), name=name), path)
@@ -420,7 +420,13 @@ def test_what_cannot_be_written_is_refused_before_anything_is_computed(
     (tmp_path / "folder.png").mkdir()
     monkeypatch.setattr(Loaded, "__init__", lambda *_: pytest.fail("something was computed"))
     command = ["plan" if option == "--out" else "diff", *MLP, "--budget", "0.8"]
-    for target, why in (("file/missing/rows.png", "Not a directory"), ("folder.png", "Is a directory")):
+    long = f"{300 * 'a'}.png"
+    for target, why in (
+        ("file/missing/rows.png", "Not a directory"),
+        ("folder.png", "Is a directory"),
+        (long, "File name too long"),
+        (f"new/{long}", "File name too long"),
+    ):
         assert main([*command, option, str(tmp_path / target)]) == 2
         assert capsys.readouterr().err == f"belady: cannot write {tmp_path / target}: {why}\n"
     assert sorted(tmp_path.iterdir()) == [tmp_path / "file", tmp_path / "folder.png"]
@@ -462,6 +468,45 @@ def test_standard_output_takes_one_result_and_then_nothing_else(
     assert capsys.readouterr().err == "belady: --plot needs a file: no picture goes to standard output (-)\n"
     assert main(["sweep", chain_file, "--budget", "500", "--plot", "-"]) == 2
     assert not Path("-").exists()
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["plan", "--budget", "0.9", "--out"],
+        ["run", "--budget", "0.9", "--out"],
+        ["plan", "--budget", "0.9", "--json"],
+        ["sweep", "--budget", "0.9", "--rule", "none", "--json"],
+        ["info", "--save-graph"],
+    ],
+    ids=" ".join,
+)
+def test_the_name_of_standard_output_is_standard_output(
+    command: list[str], chain_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name, *options = command
+    link = tmp_path / "out"
+    link.symlink_to("/dev/stdout")
+    for same in ("/dev/stdout", "/dev/fd/1", str(link)):
+        assert main([name, chain_file, *options, same]) == 0
+        written = capsys.readouterr()
+        assert json.loads(written.out) and written.err == "" and link.is_symlink()
+    assert main(["plan", chain_file, "--budget", "0.9", "--json", "-", "--out", "/dev/stdout"]) == 2
+    assert "both name standard output" in capsys.readouterr().err
+
+
+def test_a_log_that_standard_output_goes_to_is_added_to(chain_file: str, tmp_path: Path) -> None:
+    command = f"(echo before; {BELADY} plan {chain_file} --budget 500 --out NAME; echo after) > {tmp_path / 'log'} 2>&1"
+    for name, table in (("/dev/stdout", False), ("/dev/stderr", True)):
+        subprocess.run(command.replace("NAME", name), shell=True, check=True, timeout=120)
+        first, *more, last = (tmp_path / "log").read_text().splitlines()
+        assert (first, json.loads(more[0])["schema"], last) == ("before", "belady-plan-1", "after")
+        assert (more[-1] == f"plan written to {name}") is (len(more) > 1) is table
+
+
+def test_a_budget_of_many_digits_is_no_share_of_many_digits(chain_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", chain_file, "--budget", "9e99"]) == 0
+    assert "9e+98% 8.19e+87 TiB" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,14 @@ def with_op(graph: Graph, i: int, **change: object) -> Graph:
         (1, {"outputs": (3, 0)}, r"op 1 \(b\): makes value 0 \(p\), which is resident"),
         (2, {"outputs": (4, 3)}, r"op 2 \(c\): makes value 3 \(u\), already made by op 1"),
         (0, {"outputs": (1,)}, r"op 2 \(c\): reads value 2 \(y\), which no earlier op makes"),
+        (1, {"inputs": [1]}, r"op 1 \(b\): inputs must be a tuple of numbers of values, not \[1\]"),
+        (1, {"inputs": None}, r"op 1 \(b\): inputs must be a tuple of numbers of values, not None"),
+        (1, {"outputs": [3]}, r"op 1 \(b\): outputs must be a tuple of numbers of values, not \[3\]"),
+        (1, {"inputs": ([1],)}, r"op 1 \(b\): names value \[1\], but values are numbered 0 to 5"),
+        (1, {"inputs": (True,)}, r"op 1 \(b\): names value True, but values are numbered 0 to 5"),
+        (2, {"time_ns": True}, r"op 2 \(c\): time_ns must be an int >= 0, not True"),
+        (1, {"name": ["b"]}, r"op 1: its name must be a str, not \['b'\]"),
+        (1, {"name": 300 * "b", "time_ns": -1}, r"op 1 \(b{77}\.\.\.\): time_ns must be an int >= 0, not -1$"),
     ],
 )
 def test_each_rule_for_ops_broken_once(diamond: Graph, i: int, change: dict[str, object], message: str) -> None:
@@ -72,6 +80,13 @@ def test_each_rule_for_ops_broken_once(diamond: Graph, i: int, change: dict[str,
         ({"resident": frozenset({0, 6})}, r"resident names value 6, but values are numbered 0 to 5"),
         ({"outputs": frozenset({-1})}, r"outputs names value -1, but values are numbered 0 to 5"),
         ({"outputs": frozenset({"z"})}, r"outputs names value 'z', but values are numbered 0 to 5"),
+        ({"outputs": [[5]]}, r"outputs must be a frozenset, not \[\[5\]\]"),
+        ({"outputs": 5}, r"outputs must be a frozenset, not 5"),
+        ({"ops": None}, r"ops must be a tuple, not None"),
+        ({"ops": ({},)}, r"op 0 must be an Op, not \{\}"),
+        ({"values": (("p", 1),)}, r"value 0 must be a Value, not \('p', 1\)"),
+        ({"values": (Value(None, 1),)}, r"value 0: its name must be a str, not None"),
+        ({"name": None}, r"the name of a graph must be a str, not None"),
         ({"resident": frozenset()}, r"op 0 \(a\): reads value 0 \(p\), which no earlier op makes"),
     ],
 )
@@ -130,6 +145,25 @@ def test_with_costs_replaces_times_and_workspaces_only(diamond: Graph) -> None:
     assert other.with_costs([10, 20, 30, 40]) == diamond
     with pytest.raises(ValueError, match="shorter"):
         diamond.with_costs([1, 2, 3])
+
+
+def test_costs_and_orders_that_do_not_fit_the_ops_are_told(diamond: Graph) -> None:
+    for times, spaces, message in (
+        ([1, 2, 3], None, "time_ns is shorter than the ops of diamond: 3 numbers for 4 ops"),
+        ([1, 2, 3, 4], [5] * 5, "workspace_bytes is longer than the ops of diamond: 5 numbers for 4 ops"),
+        (7, None, "time_ns must be a tuple, not 7"),
+    ):
+        with pytest.raises(InvalidGraph, match=message):
+            diamond.with_costs(times, spaces)  # type: ignore[arg-type]
+    for order in ([0, 1, 2, 4], ["a"], None):
+        with pytest.raises(InvalidGraph, match="an order has each of the ops 0 to 3 once"):
+            diamond.in_order(order)  # type: ignore[arg-type]
+
+
+def test_lists_and_sets_are_made_what_cannot_change(diamond: Graph) -> None:
+    given = replace(diamond, ops=list(diamond.ops), values=list(diamond.values), resident=[0, 0], outputs={5})  # type: ignore[arg-type]
+    assert given == diamond and hash(given) == hash(diamond)
+    assert given.resident_bytes == 100 and given.fingerprint() == diamond.fingerprint()
 
 
 @given(graphs(random=True, effect=True))

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from graphs import Graph, GraphMismatch, InputError
 from graphs.synthetic import chain
+from planner import plan as planned
 from planner.result import Plan, Status, is_saved_plan, load_plan, saved_row
 from planner.schedule import Compute, Schedule, keep_all, with_frees
 from planner.simulate import simulate
@@ -219,8 +220,12 @@ def test_a_plan_saved_without_figures_is_read_all_the_same(chain_2: Graph, tmp_p
         ({"schedule": [0, "x"]}, "step 1: expected an integer"),
         ({"status": "BEST"}, "'BEST' is not a valid Status"),
         ({"status": "UNKNOWN"}, "status UNKNOWN with a schedule"),
+        ({"figures": 999 * "x"}, r"its entry 'figures' is 'x{76}\.\.\.$"),
+        ({"wall_s": [999 * "x"]}, r"its entry 'wall_s' is \['x{75}\.\.\.$"),
+        ({"status": 999 * "x"}, r"'x{76}\.\.\. is not a valid Status$"),
+        ({"schedule": [999 * "x"]}, r"step 0: expected an integer, found 'x{76}\.\.\.$"),
     ],
-    ids=str,
+    ids=lambda given: str(given)[:40],
 )
 def test_damaged_figures_are_named(chain_2: Graph, tmp_path: Path, change: dict[str, Any], message: str) -> None:
     path = tmp_path / "plan.json"
@@ -228,6 +233,13 @@ def test_damaged_figures_are_named(chain_2: Graph, tmp_path: Path, change: dict[
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     with pytest.raises(InputError, match=f"plan.json is damaged: {message}"):
         saved_row(path)
+
+
+def test_a_budget_beyond_all_floats_is_planned_for_and_saved(chain_2: Graph, tmp_path: Path) -> None:
+    rich = planned(chain_2, 10**400)
+    assert rich.row()["budget_fraction"] is None and rich.row()["budget_bytes"] == 10**400
+    rich.save(tmp_path / "plan.json")
+    assert load_plan(tmp_path / "plan.json", chain_2).budget_bytes == saved_row(tmp_path / "plan.json")["budget_bytes"] == 10**400
 
 
 def test_files_that_cannot_be_read_or_written(chain_2: Graph, tmp_path: Path) -> None:

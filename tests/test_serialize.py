@@ -96,6 +96,9 @@ def changed(at: tuple[str | int, ...], entry: Any) -> dict[str, Any]:
         (("ops", 0, "colour"), 1, r"is damaged: op 0 \(a\) has an unknown entry 'colour'"),
         (("ops", 1, "inputs"), [None], r"is damaged: inputs of op 1 \(b\): expected value numbers, found None"),
         (("ops", 1, "inputs"), [3], r"holds no valid graph: op 1 \(b\): a value stands twice"),
+        (("ops", 1, "inputs"), [["x" * 999]], r"is damaged: inputs of op 1 \(b\): expected value numbers, found \['x{75}\.\.\.$"),
+        (("ops", 1), {"name": "x" * 999}, r"is damaged: op 1 \(x{77}\.\.\.\) has no entry 'inputs'"),
+        (("x" * 999,), 1, r"is damaged: the graph has an unknown entry 'x{76}\.\.\.$"),
         (("ops", 1, "name"), "a", r"holds no valid graph: op 1 \(a\): another op has this name"),
     ],
 )
@@ -133,13 +136,19 @@ def test_truncated_or_false_gzip_is_refused(tmp_path: Path) -> None:
             load_graph(path)
 
 
-@pytest.mark.parametrize("schema", [None, "belady-graph-2", "belady-plan-1", 1])
+def test_what_is_no_dict_is_refused() -> None:
+    for content in (None, [], "graph"):
+        with pytest.raises(InputError, match="a graph is a dict, as to_dict makes it, not a"):
+            from_dict(content)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("schema", [None, ["x" * 999], "belady-graph-2", "belady-plan-1", 1])
 def test_other_schemas_are_refused(tmp_path: Path, schema: object) -> None:
     path = tmp_path / "graph.json"
     path.write_text(json.dumps(to_dict(FULL) | {"schema": schema}))
-    with pytest.raises(InputError, match=r"graph\.json is not a belady-graph-1 file"):
+    with pytest.raises(InputError, match=r"graph\.json is not a belady-graph-1 file \(its schema entry is .{1,80}\)$"):
         load_graph(path)
-    with pytest.raises(InputError, match="schema"):
+    with pytest.raises(InputError, match=r"schema.{1,100}$"):
         from_dict(to_dict(FULL) | {"schema": schema})
 
 

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graphs import Graph, InvalidSchedule, Op, Value
+from graphs.synthetic import chain
 from planner.schedule import Compute, Free, Schedule, keep_all, with_frees
 from planner.simulate import simulate
 from tests.oracles import least_budget, least_time, naive_peak, naive_time
@@ -219,3 +220,20 @@ def test_brute_force_respects_the_order_of_draws_and_effects(flags: dict[str, bo
     assert least_budget(graph, False) == (6 if "effect" in flags else 5)
     # a random op may run again: a, b, c, a, d
     assert (None if found is None else found[0]) == (4 if reordering_helps else 5 if "random" in flags else None)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "message"),
+    [
+        (None, r"a schedule is a tuple of Compute and Free .*, not a NoneType"),
+        ([0, 1], r"step 0: expected Compute or Free with the number of an op or a value, found 0"),
+        ((Compute(0), "free"), r"step 1: expected Compute or Free .*, found 'free'"),
+        ((Compute("op0"),), r"step 0: expected .*, found Compute\(op='op0'\)"),
+        ((Compute(0.0),), r"step 0: expected .*, found Compute\(op=0.0\)"),
+        ((Compute(0), Free([1])), r"step 1: expected .*, found Free\(value=\[1\]\)"),
+        (([0] * 1000,), r"step 0: expected .*, found \[0, 0.{70,80}\.\.\.$"),
+    ],
+)
+def test_what_is_no_schedule_is_told(schedule: object, message: str) -> None:
+    with pytest.raises(InvalidSchedule, match=message):
+        simulate(chain(2), schedule)  # type: ignore[arg-type]

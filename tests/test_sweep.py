@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Generator, Iterator
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -396,6 +397,8 @@ def test_files_that_cannot_be_used(tmp_path: Path) -> None:
         RowFile(str(tmp_path))
     with pytest.raises(InputError, match="no regular file"):
         RowFile("/dev/null")
+    with damaged.open() as opened, pytest.raises(InputError, match="name it itself"):
+        RowFile(f"/dev/fd/{opened.fileno()}")
     with pytest.raises(InputError, match=r"leave out \.gz"):
         RowFile(str(tmp_path / "new" / "rows.jsonl.gz"))
     assert not (tmp_path / "new").exists()
@@ -438,6 +441,20 @@ def test_the_folder_of_a_links_target_is_made(tmp_path: Path) -> None:
 
 
 # The command.
+
+
+def test_a_graph_that_comes_twice_is_told_and_has_one_row_a_cell(
+    chain: Graph, chain_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_graph(replace(chain, name="other"), tmp_path / "other.json")
+    out, other = str(tmp_path / "rows.jsonl"), str(tmp_path / "other.json")
+    told = "belady: {} is the same graph as {}, in ops, bytes and times: the rows of {} are for both\n"
+    command = ["--budget", "0.9", "--rule", "none", "--out", out]
+    for again, first, name in ((chain_file, other, "other"), (other, chain_file, chain.name)):  # the second makes no row anew
+        assert main(["sweep", first, first, again, *command]) == 0
+        printed = capsys.readouterr()
+        assert printed.err == told.format(again, first, name) and printed.out.startswith(f"{name}: ")
+        assert [row["graph"] for row in read_rows(out)] == ["other"]
 
 
 def sweep_of(chain_file: str, out: Path | str, *more: str) -> list[str]:

@@ -220,6 +220,8 @@ def test_files_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
         load_workload(f"{broken}:f", device="cpu")
     with pytest.raises(InputError, match="there is no file"):
         load_workload(f"{tmp_path / 'absent.py'}:f", device="cpu")
+    with pytest.raises(InputError, match=r"cannot read .*: File name too long"):
+        load_workload(f"{tmp_path / (300 * 'a')}.py:f", device="cpu")
     for name in ("net.py", "net:f", "net.py:"):
         with pytest.raises(InputError, match=r"path\.py:function"):
             load_workload(name, device="cpu")
