@@ -41,8 +41,8 @@ from online.blocks.storages import Storages
 from online.blocks.tensors import tensors_in
 from online.engines.engine import Counters, Option, Release
 from online.engines.growing import GrowingEngine
-from online.heuristics import HEURISTICS
-from online.runtime import Run, RunStatus, check_thrash_limit, rule
+from online.heuristics import ADDRESS_HEURISTICS, HEURISTICS
+from online.runtime import Run, RunStatus, check_thrash_limit
 from planner.budget import is_share, resolve_budget
 from planner.plan import check_options
 from planner.process.pauses import rare_collections
@@ -114,10 +114,13 @@ def budget(
     """
     if not isinstance(heuristic, str):
         raise InputError(f"heuristic must be a name ({', '.join(HEURISTICS)}), not {heuristic!r}")
-    heuristic, *extras = heuristic.split("+")
-    if extras not in ([], ["reclaim"], ["counted"]):
-        raise InputError(f"nothing but one of +reclaim and +counted can stand behind a heuristic here, not {'+'.join(extras)!r}")
-    evict = rule(heuristic)
+    heuristic, plus, extra = heuristic.partition("+")
+    if plus and extra not in ("reclaim", "counted"):
+        raise InputError(f"nothing but one of +reclaim and +counted can stand behind a heuristic here, not {plus + extra!r}")
+    if heuristic not in HEURISTICS:
+        is_known, takes = heuristic in ADDRESS_HEURISTICS, ", ".join(HEURISTICS)
+        why = f"{heuristic} looks at addresses, which no block knows" if is_known else f"unknown heuristic {heuristic!r}"
+        raise InputError(f"{why}; a block takes: {takes}")
     if not isinstance(holding, Tensor | nn.Module | torch.optim.Optimizer | Mapping | Iterable) or isinstance(
         holding, str | bytes
     ):
@@ -129,8 +132,10 @@ def budget(
     check_thrash_limit(thrash_limit)
     check_options({"seed": seed})
     budget_bytes = None if budget is None else _bytes_of(budget)
-    reclaim, options = extras == ["reclaim"], frozenset([Option.COUNTED] if extras == ["counted"] else ())
-    engine = GrowingEngine(budget_bytes, evict, thrash_limit=thrash_limit, seed=seed, reclaim=reclaim, options=options)
+    reclaim, options = extra == "reclaim", frozenset([Option.COUNTED] if extra == "counted" else ())
+    engine = GrowingEngine(
+        budget_bytes, HEURISTICS[heuristic], thrash_limit=thrash_limit, seed=seed, reclaim=reclaim, options=options
+    )
     return EagerRun(engine, budget_bytes, heuristic, seed, holding, costs, reclaim=reclaim, options=options)
 
 

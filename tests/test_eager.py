@@ -795,6 +795,71 @@ def test_an_error_inside_of_torchscript_is_told_at_the_end_of_the_block(
     assert not isinstance(other.value, BudgetExceeded)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:FutureWarning")
+def test_what_torchscript_runs_in_threads_of_its_own_is_refused() -> None:
+    x = torch.randn(100)
+
+    @torch.jit.script
+    def part(x: Tensor) -> Tensor:
+        return x.sin() * 2
+
+    @torch.jit.script
+    def forking(x: Tensor) -> Tensor:
+        return torch.jit.wait(torch.jit.fork(part, x)) + 1
+
+    for budget_bytes in (None, "1MiB"):
+        with pytest.raises(InputError, match=r"torch\.jit\.fork cannot run under a budget"), budget(budget_bytes):
+            forking(x)
+        with budget(budget_bytes):
+            part(x).sum()
+    assert torch.equal(forking(x), x.sin() * 2 + 1)
+
+
+@torch.library.custom_op("belady_tests::cropped", mutates_args=())
+def cropped(x: Tensor, share: float) -> Tensor:
+    return torch.ones(int(len(x) * share))
+
+
+@cropped.register_fake
+def _(x: Tensor, share: float) -> Tensor:
+    return x.new_empty(int(len(x) * share))
+
+
+@torch.library.custom_op("belady_tests::ruled", mutates_args=())
+def ruled(x: Tensor, *, rows: int = 1, columns: int = 1) -> Tensor:
+    return torch.ones(100 * rows, columns**3)
+
+
+@ruled.register_fake
+def _(x: Tensor, *, rows: int = 1, columns: int = 1) -> Tensor:
+    return x.new_empty(100 * rows, columns**3)
+
+
+@pytest.mark.parametrize(
+    ("small", "large", "budget_bytes"),
+    [
+        (lambda x: cropped(x, 0.001), lambda x: cropped(x, 1.0), 16_500),
+        (lambda x: ruled(x, rows=3), lambda x: ruled(x, columns=3), 19_000),
+    ],
+    ids=["numbers", "names"],
+)
+def test_sizes_of_calls_with_other_arguments_are_not_taken_for_a_calls(small: Any, large: Any, budget_bytes: int) -> None:
+    x = torch.ones(1000)
+
+    def step() -> list[float]:
+        several = [x * i for i in range(4)]
+        made = large(x)  # not foreseen, it would run beside all four, and the block would warn of it
+        return [float(one.sum()) for one in (*several, made)]
+
+    want = step()
+    with budget(None, holding=x):
+        small(x)
+    with budget(budget_bytes, holding=x) as run:
+        assert step() == want
+    assert run.counters.evictions > 0 and run.peak_bytes <= budget_bytes
+
+
 def test_finalizers_of_the_program_never_run_on_tensors_without_data(monkeypatch: pytest.MonkeyPatch) -> None:
     """The garbage collector calls them whenever it likes, in the midst of what sizes are asked of, too."""
 
@@ -1334,6 +1399,12 @@ def test_nested_tensors_are_refused_where_they_are_not_jagged() -> None:
     with budget(None):
         nested = torch.nested.nested_tensor([x, x[:1]], layout=torch.jagged)
         assert (nested * 2).values().sum().item() == 32
+    leaf = torch.ones(3, 2, 4, requires_grad=True)
+    with pytest.raises(InputError, match=r"layout=torch\.jagged"), budget(None):
+        torch.nested.as_nested_tensor([leaf * 2, leaf[:1]])  # whose sizes autograd asks for, and takes no error for an answer
+    with pytest.raises(InputError, match="attention makes one of jagged tensors"), budget(None):
+        parts = torch.nested.nested_tensor_from_jagged(leaf * 2, torch.tensor([0, 2, 3])).transpose(1, 2)
+        F.scaled_dot_product_attention(parts, parts, parts)
 
 
 def test_control_flow_of_the_compiler_is_refused() -> None:

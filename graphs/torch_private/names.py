@@ -30,6 +30,7 @@ __all__ = [
     "OpOverload",
     "TorchDispatchMode",
     "TreeSpec",
+    "classes_handle",
     "is_operator",
     "is_traceable_wrapper_subclass",
     "keystr",
@@ -60,6 +61,7 @@ PADS_PACKED: frozenset[Any] = frozenset({cast(Any, torch)._VF._pad_packed_sequen
 ONE_TRACE_AT_A_TIME = compile_lock
 
 without_autocast = torch._C._DisableAutocast  # a context: operators run in the types they are given
+classes_handle = torch._C._is_torch_function_enabled  # whether classes of tensors handle functions now, in this thread
 without_torch_function = torch._C.DisableTorchFunction  # a context: torch-function modes and subclasses see nothing
 
 

@@ -27,6 +27,19 @@ def to_fake(tensors: Iterable[Tensor]) -> list[Tensor]:
     return [t if isinstance(t, FakeTensor) else mode.from_tensor(t, static_shapes=True) for t in tensors]
 
 
+def forgetful_mode() -> FakeTensorMode:
+    """A fake mode that keeps no results for calls to come: to keep them takes half as long as the call itself."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode.cache_enabled = False
+    return mode
+
+
+def stand_in(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
+    """A tensor of the mode, laid out the same, with memory of its own; outside of the mode, which takes eight times as long."""
+    inner = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    return FakeTensor(mode, inner, tensor.device)
+
+
 class Given:
     """What a traced call assigns to the ``.data`` of the stand-ins of parameters and buffers: like in eager execution they have
     other memory from then on, and what lies in the old one keeps it.

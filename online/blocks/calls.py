@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from threading import get_ident
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from graphs.errors import InputError
 from graphs.torch_private.names import tree_leaves
-from graphs.torch_private.running import current_stream
+from graphs.torch_private.running import current_stream, in_backward
 from graphs.torch_private.tensors import is_zero_stand_in
 from online.blocks.estimates import BOUNDS, Alike, alike, foreseen
 from online.blocks.keeping import Keeper
@@ -25,6 +27,9 @@ _COMMON = frozenset({int, bool, type(None)})  # classes of most arguments that a
 # And of the others that may be kept for good, to know calls by.
 _PLAIN = frozenset({float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format})
 
+_STATE_BYTES = 5_056  # in the state of a generator of the CPU; one of a GPU has 16
+_FEW_BYTES = 1_024
+
 
 class Calls:
     """What the operator calls of a block become: looks at what is there, or ops of the engine."""
@@ -39,20 +44,25 @@ class Calls:
         self._content = outside.content
         self._runs = runs
         self._blank: set[int] = set()  # contents that no operator has written or read since they were allocated, held
-        self._stream = 0
+        self._stream = self._thread = 0
         self._is_known = True  # whether all arguments of the call under way are such that it can be known by them
 
     def begin(self) -> None:
         """The block begins, on the stream of this thread."""
-        self._stream = current_stream()
+        self._stream, self._thread = current_stream(), get_ident()
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Do what ``func(*args, **kwargs)`` does, under the budget; ``kwargs`` may be None.
 
-        Raises WithoutMemory, with nothing done, for what reads or makes tensors on the device "meta".
+        Raises InputError for what comes from another thread than the block's or a backward's; WithoutMemory, with nothing done,
+        for what reads or makes tensors on the device "meta".
         """
         if self._died or self._dead or self._unread:
             self._storages.bury()
+        if get_ident() != self._thread and not in_backward():  # only TorchScript's threads have the block of another one
+            raise InputError(
+                "torch.jit.fork cannot run under a budget, as what it leads to comes at the same time; call the function itself"
+            )
         kind = kind_of(func)
         if kind.looks:
             return self._look(kind, func, args, kwargs)
@@ -76,7 +86,10 @@ class Calls:
                 views.append(described(argument, read, key, rest))
         named = _NONE
         if kwargs:
-            named = {name: described(argument, read, key, rest) for name, argument in kwargs.items()}
+            named = {}
+            for name, argument in kwargs.items():
+                rest.append(name)
+                named[name] = described(argument, read, key, rest)
             if kwargs.get("device") == META:
                 raise WithoutMemory
         else:
@@ -155,6 +168,8 @@ class Calls:
             self._blank.add(blank)
         if kind.name == "aten._pack_padded_sequence":  # recurrent layers and unpacking read the batch sizes past the dispatcher
             self._keeper.keep(self._content(result[1]), kind.name)
+        elif type(result) is Tensor and result.dtype is torch.uint8 and _may_be_state(result):
+            self._keeper.keep(self._content(result), kind.name)
         return result
 
     def _look(self, kind: Kind, func: Any, args: Any, kwargs: Any) -> Any:
@@ -201,7 +216,7 @@ class Calls:
             return [self._described(entry, read, key, rest) for entry in argument]
         if isinstance(argument, torch.Generator):
             rest += (torch.Generator, argument.device)
-        elif isinstance(argument, float) and read:
+        elif isinstance(argument, float) and read and not key[0].foreign:  # decides about no size in PyTorch's own
             rest += (float, None)
         elif type(argument) in _COMMON or type(argument) in _PLAIN:
             rest += (type(argument), argument)
@@ -235,6 +250,12 @@ class Calls:
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, Tensor) and not leaf.is_meta and not leaf.untyped_storage().resizable():
                 self._keeper.keep(self._content(leaf), kind.name)
+
+
+def _may_be_state(tensor: Tensor) -> bool:
+    """Whether bytes may be states of generators: on the CPU. ``Generator.set_state`` reads such where nobody sees it."""
+    size_bytes = tensor.numel()
+    return tensor.is_cpu and (size_bytes <= _FEW_BYTES or not size_bytes % _STATE_BYTES)
 
 
 def _drawn_from(kind: Kind, args: Any, kwargs: Any) -> set[torch.device | torch.Generator]:

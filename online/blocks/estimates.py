@@ -14,8 +14,8 @@ from torch.utils.flop_counter import flop_registry
 from graphs.costs import DEVICES, DeviceDescription, flops_of
 from graphs.errors import InputError
 from graphs.rewriting.sizes import cuda_bytes
-from graphs.torch_private.names import FakeTensorMode, tree_leaves, tree_map_only
-from graphs.torch_private.stand_ins import quiet_stand_ins
+from graphs.torch_private.names import tree_leaves, tree_map_only
+from graphs.torch_private.stand_ins import forgetful_mode, quiet_stand_ins, stand_in
 from online.blocks.recipes import new_storages
 from planner.process.pauses import no_collections
 
@@ -71,18 +71,15 @@ def _together(*tensors: Tensor) -> int:
 
 def foreseen(func: Any, args: Any, kwargs: Any) -> tuple[int, ...] | None:
     """Bytes of the storages a call would make, from a run on tensors without data; None where that cannot be told."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
     if any(isinstance(leaf, Tensor) and leaf.is_quantized for leaf in tree_leaves((args, kwargs))):
         raise InputError("a quantized tensor turned up in a block under a budget; its scale would be lost with its bytes")
-
-    def stand_in(tensor: Tensor) -> Tensor:
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-
-    with no_collections(), quiet_stand_ins(), mode:  # the program's finalizers are not to run on tensors without data
+    mode = forgetful_mode()
+    with no_collections(), quiet_stand_ins():  # the program's finalizers are not to run on tensors without data
         try:
-            args, kwargs = tree_map_only(Tensor, stand_in, (args, kwargs))
+            args, kwargs = tree_map_only(Tensor, functools.partial(stand_in, mode), (args, kwargs))
             old = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
-            return tuple(counted_bytes(storage) for storage in new_storages(func(*args, **kwargs), old))
+            with mode:
+                return tuple(counted_bytes(storage) for storage in new_storages(func(*args, **kwargs), old))
         except Exception:  # whatever is wrong with the call, the call itself will say it
             return None
 

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import copy
+from collections import deque
 from collections.abc import Callable, Iterator
 from types import FunctionType
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from graphs.errors import InputError
-from graphs.torch_private.names import PADS_PACKED, HigherOrderOperator, TorchDispatchMode, without_torch_function
+from graphs.torch_private.names import (
+    PADS_PACKED,
+    HigherOrderOperator,
+    OpOverload,
+    TorchDispatchMode,
+    classes_handle,
+    without_torch_function,
+)
 from graphs.torch_private.running import kept_from_compiler
 from graphs.torch_private.tensors import unwrapped
 from online.blocks.block import Block
@@ -103,25 +113,58 @@ _WRITES = {getattr(Tensor, name) for name in ("apply_", "map2_", "map_")}  # to 
 _GATHERS = {getattr(Tensor, name) for name in ("new", "new_tensor", "tensor_split")}
 _GATHERS |= {torch.tensor, torch.as_tensor, torch.asarray, torch.tensor_split}
 _INDEXES = {Tensor.__getitem__, Tensor.__setitem__}
-_NOTED = _OPENS | _READS | _WRITES | _GATHERS | _INDEXES | PADS_PACKED  # all others pass
+
+# Recurrent layers of packed sequences take the lengths of their steps from a tensor of integers, while their own operators run.
+_RECURRENT: set[Any] = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
+
+_CALLS_BACK: set[Any] = {F.triplet_margin_with_distance_loss, torch.lobpcg}  # they call functions of the program's
+_NOTED = _OPENS | _READS | _WRITES | _GATHERS | _INDEXES | PADS_PACKED | _RECURRENT | _CALLS_BACK  # all others pass
+
+# Operators that are called as such: which of several is meant is found out by trying, and where one does not take an argument its
+# value is written down for an error message.
+_OPERATORS = frozenset({type(torch.ops.aten.add), OpOverload})
+
+_PLACES = frozenset({int, bool, slice, type(None), type(Ellipsis), Tensor, nn.Parameter})  # what most indices are made of
+_NUMBERS = frozenset({int, float, bool})  # what most long lists are made of
+_ORDINARY = frozenset({Tensor, nn.Parameter})  # classes that handle no functions
 
 
 def _holds_list(index: object) -> bool:
-    """Whether an index has a list in it: its numbers, which may be tensors, are read past the dispatcher."""
-    return type(index) is list or (type(index) is tuple and any(type(entry) is list for entry in index))
+    """Whether an index may have a list in it, or another sequence: its numbers, which may be tensors, are read past the
+    dispatcher. A tuple has an entry for each dimension; one inside of it is such a sequence."""
+    if isinstance(index, tuple):
+        return not all(type(entry) in _PLACES for entry in index)
+    return type(index) not in _PLACES
 
 
-def _listed(argument: object) -> Iterator[Tensor]:
-    """Tensors in lists and tuples, however deep."""
+def _listed(argument: object, within: tuple[int, ...] = ()) -> Iterator[Tensor]:
+    """Tensors in sequences, however deep; ``within``: ids of those this one is in, as one may be in itself."""
     if isinstance(argument, Tensor):
         yield from tensors_in(unwrapped(argument))
-    elif isinstance(argument, list | tuple):
+    elif isinstance(argument, list | tuple | deque) and id(argument) not in within:
         for entry in argument:
-            yield from _listed(entry)
+            if type(entry) not in _NUMBERS:
+                yield from _listed(entry, (*within, id(argument)))
+
+
+_AS_ALL: Any = Tensor.__torch_function__
+
+
+def _handle_themselves(kinds: tuple[type, ...]) -> bool:
+    """Whether a class of tensors, none of PyTorch's own, handles the functions that are called with it."""
+    handlers = [getattr(cast(Any, kind).__torch_function__, "__func__", None) for kind in kinds]
+    return None not in handlers and any(
+        handler is not _AS_ALL.__func__ and not kind.__module__.startswith("torch.")
+        for kind, handler in zip(kinds, handlers, strict=True)
+    )
 
 
 class RawReads(TorchFunctionMode):
-    """Reads and writes past the dispatcher: the tensor is there meanwhile, or from then on."""
+    """Reads and writes past the dispatcher: the tensor is there meanwhile, or from then on.
+
+    PyTorch has a mode step aside while it handles a function. What is the program's own there is given back to it: functions that
+    are called back, classes of tensors that handle functions, and the parts of what is copied.
+    """
 
     def __init__(self, block: Block, outside: Outside, keeper: Keeper) -> None:
         super().__init__()
@@ -130,23 +173,73 @@ class RawReads(TorchFunctionMode):
         self._keeper = keeper
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in _NOTED or self._block.torn:
+        if (func not in _NOTED and type(func) not in _OPERATORS) or self._block.torn:
+            if types and not _ORDINARY.issuperset(types):
+                return self._passed_on(func, types, args, kwargs or {})
             return func(*args, **kwargs) if kwargs else func(*args)
-        if func in PADS_PACKED and self._block.budget_bytes is not None:
-            return self._pad_packed(*args, **(kwargs or {}))
-        if func in _OPENS:
+        kwargs = kwargs or {}
+        if func in PADS_PACKED:
+            if self._block.budget_bytes is not None:
+                return self._pad_packed(*args, **kwargs)
+        elif func in _CALLS_BACK:
+            args, kwargs = tuple(map(self._seen, args)), {name: self._seen(argument) for name, argument in kwargs.items()}
+        elif func in _OPENS:
             with self._block.noting():
                 for tensor in tensors_in(unwrapped(args[0])):
                     if self._outside.knows_bytes(tensor):
                         (self._keeper.open if func in _SHARES else self._keeper.fix)(self._outside.content(tensor), func.__name__)
-        elif func not in PADS_PACKED and (func not in _INDEXES or _holds_list(args[1])):
+        elif func not in _INDEXES or _holds_list(args[1]):
+            given = [*args, *kwargs.values()]
+            if func in _RECURRENT:
+                given = [tensor for tensor in given if isinstance(tensor, Tensor) and not tensor.is_floating_point()]
+            elif func is Tensor.__deepcopy__:
+                self._copy_parts(*given)
             with self._block.noting():
-                read = [self._outside.content(tensor) for tensor in _listed([*args, *(kwargs or {}).values()])]
+                read = [self._outside.content(tensor) for tensor in _listed(given)]
                 if func in _WRITES and read:
                     self._keeper.fix(read[0], func.__name__)
+                if func is Tensor.__reduce_ex__:  # torch.save writes the storages of all tensors when it is through with the rest
+                    for content in read:
+                        self._keeper.keep(content, func.__name__)
                 with self._keeper.held(func.__name__, [content.number for content in read]):
-                    return func(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+                    return self._passed_on(func, types, args, kwargs)
+        return self._passed_on(func, types, args, kwargs)
+
+    def _passed_on(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """``func(*args, **kwargs)``; what classes of the program's do with it is seen here."""
+        # A block has the last of these ask for modes of the program's alone: those from before the block come before the classes.
+        if types and _handle_themselves(types) and classes_handle() and not torch.overrides.has_torch_function(()):
+            for kind in types:
+                with self:
+                    result = kind.__torch_function__(func, types, args, kwargs)
+                if result is not NotImplemented:
+                    return result
+        return func(*args, **kwargs)
+
+    def _seen(self, argument: Any) -> Any:
+        """An argument; where it is a function, what that does is seen here."""
+        if not callable(argument) or isinstance(argument, Tensor):
+            return argument
+
+        def seen(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return argument(*args, **kwargs)
+
+        return seen
+
+    def _copy_parts(self, tensor: Tensor, memo: dict[int, Any]) -> None:
+        """Copy what a tensor is copied along with, so that ``Tensor.__deepcopy__`` finds it has been: each of its tensors is read
+        past the dispatcher in turn."""
+        if not tensor.is_leaf or id(tensor) in memo:
+            return
+        parts = [tensor.grad]
+        for kind in type(tensor).__mro__ if type(tensor) is not Tensor else ():
+            slots = vars(kind).get("__slots__", ())
+            parts += [getattr(tensor, name, None) for name in ([slots] if isinstance(slots, str) else slots)]
+        cast(Any, tensor)._clear_non_serializable_cached_data()  # as it does before it copies the rest
+        with torch.no_grad(), self:
+            for part in (*parts, vars(tensor)):
+                copy.deepcopy(part, memo)
 
     def _pad_packed(
         self, data: Tensor, batch_sizes: Tensor, batch_first: bool, padding_value: float, total_length: int

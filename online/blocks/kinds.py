@@ -6,7 +6,13 @@ from typing import Any
 
 import torch
 
+from graphs.errors import InputError
 from graphs.rewriting.nodes import is_foreign, running_statistics
+
+NESTED = (
+    "a nested tensor turned up in a block under a budget; make it with layout=torch.jagged, or pad it (attention makes one of "
+    "jagged tensors, too); or make the nn.TransformerEncoder that it comes from with enable_nested_tensor=False"
+)
 
 
 class Kind:
@@ -108,14 +114,28 @@ _WRITTEN_BY_RNNS = {
     for library in ("_cudnn", "miopen")
     for which, written in (("", "dropout_state"), ("_backward", "reserve"))
 }
+# Attention makes such of jagged ones. Refused later, within the functions that ask for their sizes, they would end the process.
+_NESTED = frozenset(
+    f"aten.{name}"
+    for name in (
+        "_nested_from_padded",
+        "_nested_from_padded_and_nested_example",
+        "_nested_tensor_from_mask",
+        "_nested_tensor_from_tensor_list",
+        "_nested_view_from_buffer",
+    )
+)
 _kinds: dict[int, Kind] = {}  # by id: operators hash slowly
 
 
 def kind_of(func: Any) -> Kind:
-    """What is true of every call of an operator."""
+    """What is true of every call of an operator. Raises InputError for those that make tensors which cannot be counted."""
     kind = _kinds.get(id(func))
     if kind is None:
-        kind = _kinds[id(func)] = Kind(func)
+        kind = Kind(func)
+        if kind.name in _NESTED:
+            raise InputError(NESTED)
+        _kinds[id(func)] = kind
     return kind
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, UntypedStorage
 from graphs.errors import InputError
 from graphs.torch_private.names import without_autocast
 from graphs.torch_private.tensors import negated_view
+from online.blocks.kinds import NESTED
 from planner.execution.draws import repeat_draw
 
 
@@ -209,9 +210,6 @@ STRIDED = torch.strided
 def check_layout(tensor: Tensor) -> None:
     """InputError for what has no storage, or one that does not tell what is in it."""
     if tensor.is_nested and tensor.layout is STRIDED:
-        raise InputError(
-            "a nested tensor turned up in a block under a budget; make it with layout=torch.jagged, or pad it; or make the "
-            "nn.TransformerEncoder that it comes from with enable_nested_tensor=False"
-        )
+        raise InputError(NESTED)
     if tensor.layout is not STRIDED:
         raise InputError(f"a {tensor.layout} tensor turned up in a block under a budget; only strided ones can be counted")

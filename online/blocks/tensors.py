@@ -56,10 +56,11 @@ def _held(module: nn.Module, where: str, names: tuple[str, str]) -> Iterator[Any
                 yield tensor
 
 
-def tensors_in(holding: Any) -> Iterator[Tensor]:
+def tensors_in(holding: Any, within: tuple[int, ...] = ()) -> Iterator[Tensor]:
     """Tensors of a module, of the state of an optimizer, of containers of these; in place of one made of others, those.
 
-    Those without memory are left out: on the device "meta", or of a tracer that knows no data.
+    Those without memory are left out: on the device "meta", or of a tracer that knows no data. ``within``: ids of the containers
+    this is in, as one may be in itself.
     """
     if type(holding) in _ORDINARY:
         if not holding.is_meta:
@@ -75,8 +76,6 @@ def tensors_in(holding: Any) -> Iterator[Tensor]:
             yield from tensors_in(tensor)
     elif isinstance(holding, torch.optim.Optimizer):
         yield from tensors_in(holding.state)
-    elif isinstance(holding, Mapping):
-        yield from tensors_in(holding.values())
-    elif isinstance(holding, Iterable) and not isinstance(holding, str | bytes):
-        for entry in holding:
-            yield from tensors_in(entry)
+    elif isinstance(holding, Iterable) and not isinstance(holding, str | bytes) and id(holding) not in within:
+        for entry in holding.values() if isinstance(holding, Mapping) else holding:
+            yield from tensors_in(entry, (*within, id(holding)))
