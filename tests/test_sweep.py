@@ -162,7 +162,7 @@ def test_an_error_is_a_row_with_its_reason(chain: Graph, monkeypatch: pytest.Mon
 
 
 def test_processes_make_the_same_rows_as_one(chain: Graph) -> None:
-    asked = cells(chain, [300, 500, 700], "cutting_stages", "keep_all", "online:dtr", "online:lru")
+    asked = cells(chain, [300, 500, 700], "cutting_stages", "keep_all", "online:dtr", "online:lru", time_limit_s=20.0)
     asked = [cell for cell in asked if (cell.method, cell.budget_bytes) != ("cutting_stages", 300)]  # stopped by the clock
     for jobs in (1, 3):
         done = dict(work({chain.fingerprint(): chain}, asked, jobs))
