@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from graphs.errors import InputError
 from online.blocks.calls import Calls
@@ -277,6 +278,25 @@ def test_a_rule_a_block_does_not_take_is_refused_with_those_it_takes(heuristic: 
 def test_a_plus_with_nothing_behind_it_is_shown() -> None:
     with pytest.raises(InputError, match=r"stand behind a heuristic here, not '\+'$"):
         budget("1GiB", heuristic="dtr+")
+
+
+class ByNumpy(TorchFunctionMode):
+    """A mode that takes sines outside of PyTorch."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return torch.from_numpy(np.sin(args[0].numpy())) if func is torch.sin else func(*args, **(kwargs or {}))
+
+
+@pytest.mark.usefixtures("greedy")
+def test_an_array_that_nobody_saw_taken_is_told_of() -> None:
+    with (
+        ByNumpy(),
+        pytest.raises(InputError, match=r"given to an array \(numpy\(\)\) where a block .* does not see it"),
+        block(X),
+    ):
+        twice = X * 2
+        torch.sin(twice)
+        push(X)
 
 
 def test_containers_may_hold_themselves() -> None:

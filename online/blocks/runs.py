@@ -229,7 +229,13 @@ class Runs:
         if content.at is not None:
             lies_in = content.at()
             if lies_in is not None:
-                lies_in.resize_(0)
+                try:
+                    lies_in.resize_(0)
+                except RuntimeError as error:
+                    raise InputError(
+                        "the memory of a tensor was given to an array (numpy()) where a block under a budget does not see it: by "
+                        "a torch-function mode from before the block, or by an extension; give it a clone()"
+                    ) from error
 
 
 def check_sizes(written: list[Content]) -> None:
