@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import operator
 import sys
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FrameType, SimpleNamespace
 from typing import Any, ClassVar
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from graphs.capture import capture
 from graphs.errors import InputError
+from graphs.watching.outside import referrers_of
 from planner.execute import PlannedModule
 from planner.schedule import keep_all
 
@@ -239,6 +241,23 @@ def test_a_trace_leaves_nothing_in_a_variable() -> None:
         _ = last + 1  # type: ignore[operator]
 
 
+@contextlib.contextmanager
+def walks_noted() -> Iterator[list[None]]:
+    """Walks through all objects there are, an entry each."""
+    walks: list[None] = []
+
+    def note(frame: FrameType, event: str, called: object) -> None:
+        is_walk = event == "c_call" and (called is gc.get_referrers or called is gc.get_objects)
+        if is_walk and frame.f_code.co_name != "_now" and frame.f_globals["__name__"] == "graphs.watching.outside":
+            walks.append(None)
+
+    sys.setprofile(note)
+    try:
+        yield walks
+    finally:
+        sys.setprofile(None)
+
+
 def test_many_tensors_left_take_no_long_look() -> None:
     """One walk through all objects for each would take ten seconds."""
     seen: list[Tensor] = []
@@ -249,8 +268,20 @@ def test_many_tensors_left_take_no_long_look() -> None:
     model, x = nn.Sequential(*(nn.Linear(4, 4) for _ in range(300))), torch.randn(2, 4)
     for part in model:
         part.register_forward_hook(keep)
-    step = capture(model, x, loss=lambda out: out.sum())
+    with walks_noted() as walks:
+        step = capture(model, x, loss=lambda out: out.sum())
     assert not seen and len(step.leftovers) == 1
+    assert 0 < len(walks) <= 3
+
+
+@pytest.mark.parametrize("count", [1, 32, 33, 500])
+def test_what_refers_to_many_things_is_what_refers_to_each(count: int) -> None:
+    things = [[i] for i in range(count)]
+    held = [{"a": things[i // 2]} if i % 3 else (things[i // 2], SimpleNamespace(b=things[-1])) for i in range(count)]
+    found = {id(one) for one in referrers_of(things)}
+    assert {id(one) for one in (things, *held)} <= found
+    assert found - {id(one) for one in gc.get_referrers(*things)} == set()
+    assert {id(one) for one in gc.get_referrers(*things) if not isinstance(one, FrameType)} - found <= {id(found)}
 
 
 @pytest.mark.parametrize(
@@ -258,17 +289,8 @@ def test_many_tensors_left_take_no_long_look() -> None:
 )
 def test_walks_through_all_objects_are_few(name: str, most: int) -> None:
     """One for the tensors and one for each level of what they lie in, none twice, up to what has a name of its own."""
-    walks: list[None] = []
-
-    def note(frame: FrameType, event: str, called: object) -> None:
-        if event == "c_call" and called is gc.get_referrers and frame.f_globals["__name__"] == "graphs.watching.outside":
-            walks.append(None)
-
-    sys.setprofile(note)
-    try:
+    with walks_noted() as walks:
         step = capture(Leaving(PLACES[name].leave), torch.randn(16, 8))
-    finally:
-        sys.setprofile(None)
     assert len(step.leftovers) == 1
     assert 0 < len(walks) <= most
 

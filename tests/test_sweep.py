@@ -227,6 +227,8 @@ def test_leaving_early_leaves_no_process(chain: Graph) -> None:
 @pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_no_process_outlives_a_sweep_that_is_killed(end: signal.Signals, tmp_path: Path) -> None:
     code = f"""
+import signal
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # it is ignored where these tests run under nohup
 from belady.sweep import Cell, work
 from tests.test_sweep import Deadly, at_work
 from tests.test_compare import training_chain

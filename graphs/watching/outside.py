@@ -10,7 +10,6 @@ from __future__ import annotations
 import gc
 import sys
 import types
-import warnings
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Collection, Hashable, Mapping, Sequence
@@ -22,8 +21,8 @@ from torch import Tensor, nn
 from graphs.watching.leftovers import FIXED, GROWING, Leftover, NotMade, attributes_of, fill, is_a, put
 
 _UP = 5  # containers inside of each other
-_WALKS = 60  # through all objects there are, some 50 ms each
-_TOGETHER = 32  # things that are looked for in one of them
+_FEW = 32  # things that gc.get_referrers compares each reference with; more of them take as long each
+_TOGETHER = 1_000  # objects that are looked at together for what they refer to
 _FROZEN = 5_000  # objects; Python 3.12 itself freezes some hundreds when it starts
 _LISTED = GROWING + FIXED
 _BOXES = (dict, *GROWING)
@@ -152,7 +151,6 @@ class _Search:
         self._born, self._born_before = since.born, since.born_before
         self._own = {*own, id(self._born), id(self._born_before)}
         self._lengths = lengths
-        self._walks = 0
         self._traced: dict[int, bool] = {}
         self._keep: list[Any] = []  # no id is given twice
         self._edges: dict[int, list[_Edge]] = {}  # by id: what refers to what has been looked for
@@ -180,17 +178,10 @@ class _Search:
         self._own.add(id(containers))
         names = _Names(self._referring, [one for one in containers.values() if not _has_name(one)])
         slots = [self._of_owner(slot, names) for slot in self._slots]
-        for slot in slots:
+        for slot in {(id(slot.at), slot.key): slot for slot in slots}.values():
             leftover = self._leftover(slot, names)
             if leftover is not None:
                 found.setdefault(leftover.place, leftover)
-        if self._walks >= _WALKS:
-            warnings.warn(
-                "the step leaves tensors in more places than can be looked for; what a planned call does not make there may seem "
-                "to be its own",
-                RuntimeWarning,
-                stacklevel=2,
-            )
         return Left(
             list(found.values()), set(self._traced), slots, {id(slot.at) for slot in slots} & (self._born | self._born_before)
         )
@@ -198,7 +189,7 @@ class _Search:
     def _above(self, level: list[Any]) -> list[Any]:
         """Note where these lie; what the trace has put them in, which lies somewhere itself."""
         higher: dict[int, Any] = {}
-        found = self._places(level)
+        found = self._referring(level)
         self._own |= {id(higher), id(found)}
         boxes = {id(slot.at): slot.at for slot, _ in found if not _has_name(slot.at) and not _is_theirs(slot.at)}
         self._own.add(id(boxes))
@@ -218,26 +209,6 @@ class _Search:
         result = list(higher.values())
         self._own.add(id(result))
         return result
-
-    def _places(self, level: list[Any]) -> list[tuple[_Edge, int]]:
-        """What refers to these, with the id of each."""
-        pending = {id(one): one for one in level}
-        found: list[tuple[_Edge, int]] = []
-        self._own |= {id(pending), id(found)}
-        while pending and self._walks < _WALKS:
-            some = list(pending.values())[:_TOGETHER]
-            self._own.add(id(some))
-            for slot, child in self._referring(some):
-                at = slot.at
-                inside = dict.values(at) if is_a(at, dict) else at if is_a(at, *_LISTED) else ()
-                for one in list(inside):
-                    pending.pop(id(one), None)  # found together, as in most lists
-                    if id(one) in self._traced and id(one) != child and is_a(at, dict):
-                        found += [(_Edge(at, key), id(value)) for key, value in list(dict.items(at)) if value is one]
-                found.append((slot, child))
-            for one in some:
-                pending.pop(id(one), None)
-        return found  # no variable of this is left, which would refer to a place
 
     def _made_for_objects(self, boxes: list[Any]) -> set[int]:
         """Of containers, the ids of those that are the attributes of objects that the trace has made."""
@@ -260,17 +231,15 @@ class _Search:
         """What of the program refers to some of these, by which keys; with the id of what is referred to."""
         unknown = [child for child in children if id(child) not in self._edges]
         self._own |= {id(children), id(unknown)}
-        for i in range(0, len(unknown), _TOGETHER):
-            self._look_for(unknown[i : i + _TOGETHER])
+        if unknown:
+            self._look_for(unknown)
         return [(edge, id(child)) for child in children for edge in self._edges[id(child)]]
 
     def _look_for(self, children: list[Any]) -> None:
         """Walk through all objects there are."""
-        self._walks += 1
         edges: dict[int, list[_Edge]] = {id(child): [] for child in children}
-        self._own.add(id(children))
         self._keep += children
-        for one in gc.get_referrers(*children):
+        for one in referrers_of(children):
             kind = type(one)
             if id(one) in self._own or issubclass(kind, _SKIPPED) or kind in (_Edge, _Search, _Names, Leftover):
                 continue
@@ -331,9 +300,8 @@ class _Names:
         self._above: dict[int, list[_Edge]] = defaultdict(list)
         level = things
         for _ in range(_UP):
-            for i in range(0, len(level), _TOGETHER):
-                for edge, child in referring(level[i : i + _TOGETHER]):
-                    self._above[child].append(edge)
+            for edge, child in referring(level):
+                self._above[child].append(edge)
             level = self._over(level)
             if not level or all(map(self._is_named, things)):
                 break
@@ -379,6 +347,18 @@ class _Names:
         if is_a(at, *_BOXES):
             return at, (), (), f"a {type(at).__name__} that the step fills"
         return at, (), (), _named(at)
+
+
+def referrers_of(things: list[Any]) -> list[Any]:
+    """What refers to some of these, of all that Python's collector sees."""
+    if len(things) <= _FEW:
+        return gc.get_referrers(*things)
+    wanted, found, objects = set(map(id, things)), list[Any](), gc.get_objects()
+    for i in range(0, len(objects), _TOGETHER):
+        some = objects[i : i + _TOGETHER]
+        if not wanted.isdisjoint(map(id, gc.get_referents(*some))):
+            found += [one for one in some if not wanted.isdisjoint(map(id, gc.get_referents(one)))]
+    return found
 
 
 def _entry(at: Any, key: Hashable) -> Any:
