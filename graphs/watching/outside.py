@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from graphs.watching.leftovers import FIXED, GROWING, Leftover, NotMade, attributes_of, fill, is_a, put
 
 _UP = 5  # containers inside of each other
-_FEW = 32  # things that gc.get_referrers compares each reference with; more of them take as long each
+_FEW = 64  # things that gc.get_referrers compares each reference with; more of them take as long each
 _TOGETHER = 1_000  # objects that are looked at together for what they refer to
 _FROZEN = 5_000  # objects; Python 3.12 itself freezes some hundreds when it starts
 _LISTED = GROWING + FIXED
