@@ -28,14 +28,14 @@ def to_fake(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def forgetful_mode() -> FakeTensorMode:
-    """A fake mode that keeps no results for calls to come: to keep them takes half as long as the call itself."""
+    """A fake mode that keeps no results for calls to come: keeping them takes time, for nothing where no call comes twice."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     mode.cache_enabled = False
     return mode
 
 
 def stand_in(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
-    """A tensor of the mode, laid out the same, with memory of its own; outside of the mode, which takes eight times as long."""
+    """A tensor of the mode, laid out the same, with memory of its own: made without an operator, which would take far longer."""
     inner = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
     return FakeTensor(mode, inner, tensor.device)
 

@@ -188,12 +188,11 @@ class _Search:
 
     def _above(self, level: list[Any]) -> list[Any]:
         """Note where these lie; what the trace has put them in, which lies somewhere itself."""
-        higher: dict[int, Any] = {}
         found = self._referring(level)
-        self._own |= {id(higher), id(found)}
         boxes = {id(slot.at): slot.at for slot, _ in found if not _has_name(slot.at) and not _is_theirs(slot.at)}
         self._own.add(id(boxes))
         made = self._made_for_objects(list(boxes.values()))
+        higher: dict[int, Any] = {}
         for slot, child in found:
             at = slot.at
             if _is_theirs(at):
@@ -206,9 +205,7 @@ class _Search:
             else:
                 self._slots.append(slot)
         self._keep += higher.values()
-        result = list(higher.values())
-        self._own.add(id(result))
-        return result
+        return list(higher.values())
 
     def _made_for_objects(self, boxes: list[Any]) -> set[int]:
         """Of containers, the ids of those that are the attributes of objects that the trace has made."""

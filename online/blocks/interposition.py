@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from graphs.errors import InputError
@@ -29,7 +29,7 @@ from online.blocks.keeping import Keeper
 from online.blocks.outside import Outside
 from online.blocks.padding import pad_packed
 from online.blocks.recipes import WithoutMemory
-from online.blocks.tensors import takes_calls_apart, tensors_in
+from online.blocks.tensors import ORDINARY, takes_calls_apart, tensors_in
 
 
 def _without_frames(error: BaseException) -> BaseException:
@@ -124,9 +124,8 @@ _NOTED = _OPENS | _READS | _WRITES | _GATHERS | _INDEXES | PADS_PACKED | _RECURR
 # value is written down for an error message.
 _OPERATORS = frozenset({type(torch.ops.aten.add), OpOverload})
 
-_PLACES = frozenset({int, bool, slice, type(None), type(Ellipsis), Tensor, nn.Parameter})  # what most indices are made of
+_PLACES = ORDINARY | {int, bool, slice, type(None), type(Ellipsis)}  # what most indices are made of
 _NUMBERS = frozenset({int, float, bool})  # what most long lists are made of
-_ORDINARY = frozenset({Tensor, nn.Parameter})  # classes that handle no functions
 
 
 def _holds_list(index: object) -> bool:
@@ -174,7 +173,7 @@ class RawReads(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if (func not in _NOTED and type(func) not in _OPERATORS) or self._block.torn:
-            if types and not _ORDINARY.issuperset(types):
+            if types and not ORDINARY.issuperset(types):
                 return self._passed_on(func, types, args, kwargs or {})
             return func(*args, **kwargs) if kwargs else func(*args)
         kwargs = kwargs or {}

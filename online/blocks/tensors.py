@@ -20,7 +20,7 @@ def takes_calls_apart(kind: type[Tensor]) -> bool:
     return kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ and not issubclass(kind, FakeTensor)
 
 
-_ORDINARY = frozenset({Tensor, nn.Parameter})  # classes of tensors that are made of no others
+ORDINARY = frozenset({Tensor, nn.Parameter})  # classes of tensors that are made of no others and handle no functions
 
 
 def modules_in(module: nn.Module) -> list[nn.Module]:
@@ -62,7 +62,7 @@ def tensors_in(holding: Any, within: tuple[int, ...] = ()) -> Iterator[Tensor]:
     Those without memory are left out: on the device "meta", or of a tracer that knows no data. ``within``: ids of the containers
     this is in, as one may be in itself.
     """
-    if type(holding) in _ORDINARY:
+    if type(holding) in ORDINARY:
         if not holding.is_meta:
             yield holding
     elif isinstance(holding, Tensor):

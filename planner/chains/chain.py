@@ -329,13 +329,12 @@ def _levels(graph: Graph, stage_of: dict[int, int], inputs: Sequence[frozenset[i
     for i in reversed(range(count, len(graph.ops))):
         op = graph.ops[i]
         gradients = [v for v in op.inputs if graph.producer[v] >= count]
-        lowest = [others.but_the_last(v) for v in gradients]
         latest = max((level[c] for v in op.outputs for c in graph.consumers[v]), default=0)
         if i in loose:
             level[i] = latest
         elif not op.random and not op.effect and all(graph.producer[v] < 0 or graph.producer[v] >= count for v in op.inputs):
             # Gradients that others read later are held till then: the op loses nothing by waiting for them, and its outputs gain.
-            level[i] = int(min(level[i], max(latest, *lowest)))
+            level[i] = int(min(level[i], max(latest, *map(others.but_the_last, gradients))))
         for v in gradients:
             others.set_last(v, level[i])
     return level
