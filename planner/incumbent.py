@@ -113,11 +113,14 @@ class Incumbent:
 
     def in_time(self, runs: Iterable[int]) -> bool:
         """Whether there is time to free and simulate a sequence, which cannot be stopped; if not, the notes say so."""
-        left_s = self.deadline - time.perf_counter() + REPLAY_S
-        if sum(map(self._widths.__getitem__, runs)) <= REPLAY_WORK * left_s:
+        if sum(map(self._widths.__getitem__, runs)) <= self.replayable_work():
             return True
         self.notes["stopped"] = "time limit"
         return False
+
+    def replayable_work(self) -> float:
+        """What there is time to free and simulate: runs, and values that they read and make."""
+        return REPLAY_WORK * (self.deadline - time.perf_counter() + REPLAY_S)
 
     @cached_property
     def _widths(self) -> list[int]:

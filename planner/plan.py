@@ -141,7 +141,7 @@ def solve(graph: Graph, budget_bytes: int, *, method: str = METHOD, **options: o
             )
         options["start"] = schedule = tuple(start)
         simulate(graph, schedule)  # an unusable start is the caller's mistake: say so before solving
-    with rare_collections():
+    with rare_collections(full=False):
         return run(graph, int(budget_bytes), **options)
 
 

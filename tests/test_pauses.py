@@ -26,6 +26,15 @@ def test_collections_are_rare_until_the_last_search_ends() -> None:
     assert gc.get_threshold() == before
 
 
+def test_full_collections_stay_away_until_the_last_that_cannot_have_them_ends() -> None:
+    before = gc.get_threshold()
+    with rare_collections():
+        with rare_collections(full=False), rare_collections():
+            assert gc.get_threshold()[:2] == (NEW_OBJECTS, before[1]) and gc.get_threshold()[2] > 1_000_000
+        assert gc.get_threshold() == (NEW_OBJECTS, *before[1:])
+    assert gc.get_threshold() == before
+
+
 @pytest.mark.parametrize("number", [0, 10 * NEW_OBJECTS])
 def test_who_wants_fewer_collections_still_gets_them(number: int) -> None:
     before = gc.get_threshold()
@@ -38,15 +47,16 @@ def test_who_wants_fewer_collections_still_gets_them(number: int) -> None:
         gc.set_threshold(*before)
 
 
-def test_a_search_collects_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[int] = []
+def test_a_search_collects_rarely_and_never_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[int, int, int]] = []
 
     def method(graph: Graph, budget_bytes: int) -> Plan:
-        seen.append(gc.get_threshold()[0])
+        seen.append(gc.get_threshold())
         return whole(graph, budget_bytes)
 
     module = sys.modules["planner.plan"]  # ``planner.plan`` is the function
     whole = method_named("keep_all")
     monkeypatch.setattr(module, "method_named", lambda _: method)
     solve(chain(3), 10**9)
-    assert seen == [NEW_OBJECTS]
+    ((youngest, _, old),) = seen
+    assert youngest == NEW_OBJECTS and old > 1_000_000

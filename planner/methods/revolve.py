@@ -73,8 +73,11 @@ def _bisect(search: Incumbent, chain: Chain) -> None:
     fits, fails = 0, steps + 1  # numbers of slots
     while fails - fits > 1:
         slots = (fits + fails) // 2 if fits or fails <= steps else steps  # all of them first
-        runs = _ops(chain, slots)
-        if runs is None:
+        replayable = search.replayable_work()  # each run is some of it
+        runs = _ops(chain, slots, max_runs=min(MAX_RUNS, replayable))
+        if runs is None and replayable < MAX_RUNS:
+            notes["stopped"] = "time limit"
+        elif runs is None:
             notes["stopped"] = f"the sequence for {slots} checkpoints has more than {MAX_RUNS:,} runs and is not written out"
         if runs is None or not search.in_time(runs):
             break
@@ -150,9 +153,9 @@ def equal_layers(chain: Chain) -> bool:
     return graph.outputs - graph.resident == gradient
 
 
-def _ops(chain: Chain, slots: int) -> list[int] | None:
+def _ops(chain: Chain, slots: int, *, max_runs: float) -> list[int] | None:
     """The ops of the schedule: forward runs of whole stages, and backward passes from the last stage to the first. None where
-    there are more than ``MAX_RUNS``.
+    there are more than ``max_runs``.
     """
     graph = chain.graph
     runs: list[int] = []
@@ -160,7 +163,7 @@ def _ops(chain: Chain, slots: int) -> list[int] | None:
     # stage's input is kept and has one of the slots.
     stack = [(0, len(chain.stages) - 1, slots, True)]
     while stack:
-        if len(runs) > MAX_RUNS:
+        if len(runs) > max_runs:
             return None
         low, high, left, fresh = stack.pop()
         if low == high:

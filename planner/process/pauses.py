@@ -23,30 +23,41 @@ def no_collections() -> Iterator[None]:
 
 
 _lock = threading.Lock()
-_users = 0  # under way
+_users: list[bool] = []  # those under way: whether each lets full collections come
 _thresholds = gc.get_threshold()  # before them
+_NEVER = 2**31 - 1  # collections of younger objects before a full one
 
 
 @contextlib.contextmanager
-def rare_collections() -> Iterator[None]:
+def rare_collections(*, full: bool = True) -> Iterator[None]:
     """Have Python's garbage collector wait for many new objects.
 
     A search makes millions that are in no cycle, and every op of a run leaves some behind, which stay. Every few hundred of them
     set the collector off: beside torch's objects that took a fifth of a search's time and half of a run's. Freezing what is there
     already (``gc.freeze``) costs no less, and all garbage among it then waits for a full collection, which seldom comes. Where
     somebody else has the collector off, it stays so.
+
+    full  whether full collections still come; they go through all that the process has, a second for some millions of objects,
+          and what is under a time limit cannot stop them
     """
-    global _users, _thresholds
+    global _thresholds
     with _lock:
-        if _users == 0:
+        if not _users:
             _thresholds = gc.get_threshold()
-            if _thresholds[0]:
-                gc.set_threshold(max(NEW_OBJECTS, _thresholds[0]), *_thresholds[1:])
-        _users += 1
+        _users.append(full)
+        _set_thresholds()
     try:
         yield
     finally:
         with _lock:
-            _users -= 1
-            if _users == 0:
-                gc.set_threshold(*_thresholds)
+            _users.remove(full)
+            _set_thresholds()
+
+
+def _set_thresholds() -> None:
+    """For all that are under way together."""
+    youngest, younger, old = _thresholds
+    if _users and youngest:
+        youngest = max(NEW_OBJECTS, youngest)
+        old = old if all(_users) else _NEVER
+    gc.set_threshold(youngest, younger, old)
