@@ -360,6 +360,7 @@ def _sources(
 def _results(name: str, joint: Joint, state: Mapping[str, Tensor], leaves: Sequence[Any], form: InputForm) -> list[Result]:
     """What the outputs are; those that are nothing leave the graph."""
     names = list(state)
+    own = dict(zip(joint.sources, joint.module.graph.find_nodes(op="placeholder"), strict=False))  # constants come behind
     results: list[Result] = []
     nodes: list[fx.Node] = []
     for node, found in zip(outputs_of(joint.module.graph), joint.results, strict=True):
@@ -376,6 +377,11 @@ def _results(name: str, joint: Joint, state: Mapping[str, Tensor], leaves: Seque
                 f"{name} gives its buffer {names[i]} the shape {tuple(shape)} in its forward, in place of "
                 f"{tuple(state[names[i]].shape)}, and a captured step keeps shapes; where only the first call does so, run the "
                 f"model once before"
+            )
+        if kind == "state" and node is not own[found] and storage_key(node.meta["val"]) == storage_key(own[found].meta["val"]):
+            raise CaptureError(
+                f"{name} has its buffer {names[i]} show its own memory in another way (t_, transpose_, as_strided_) in its "
+                f"forward, and a captured step keeps layouts; write what it is to hold into it: {names[i]}.copy_(...)"
             )
         if kind == "loss":
             results.append(Result("loss"))

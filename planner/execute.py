@@ -220,7 +220,7 @@ class PlannedModule(nn.Module):
                 raise
 
     def _check_sharding(self) -> None:
-        if self._changed is not None and any(kind.__name__ == "FSDPModule" for kind in type(self).__mro__):
+        if self._changed is not None and _is_sharded(self):
             raise InputError(
                 f"{self._step.graph.name} changes {self._changed} in its forward, which fully_shard would undo: it shards what "
                 f"was there before; make that change after the step, on the sharded parameter, or use DistributedDataParallel"
@@ -254,9 +254,18 @@ class PlannedModule(nn.Module):
         names, at = self._watched
         return loss.detach(), Kept(given, names, [given[i] for i in at], undo)
 
+    def _released(self, kept: Kept) -> list[Tensor]:
+        """What the second half needs. Raises InputError where something was changed meanwhile, or given other memory: PyTorch's
+        own backward then reads the old one where an op has saved a view, and the new one elsewhere."""
+        if (name := kept.moved()) is not None and not _is_sharded(self):  # shards are gathered anew
+            raise InputError(
+                f"{name} was given other memory after the forward (.data = ...), but backward reads it; run the forward again"
+            )
+        return kept.release()
+
     def _run_backward(self, kept: Kept, tangent: Tensor) -> list[Tensor]:
         """Run the second half: the gradients."""
-        given = kept.release()
+        given = self._released(kept)
         if self._halves.tangent_at is not None:
             given[self._halves.tangent_at] = tangent
         undone = undone_on_failure(self._generators) if self._generators else _NOTHING
@@ -428,6 +437,14 @@ class Kept:
         self.names = names
         self.watched = watched
         self._versions = versions(watched)
+        self._addresses = list(map(_ADDRESS, watched))
+
+    def moved(self) -> str | None:
+        """What lies elsewhere than at the end of the first half, if anything."""
+        now = list(map(_ADDRESS, self.watched))
+        if now == self._addresses:
+            return None
+        return next(n for n, a, b in zip(self.names, now, self._addresses, strict=True) if a != b)
 
     def release(self) -> list[Tensor]:
         """Everything, for one use; nothing stays here. Raises InputError where something was changed in place."""
@@ -478,7 +495,13 @@ def _watched(step: Step, halves: Halves) -> tuple[tuple[str, ...], tuple[int, ..
     return tuple(watched.values()), tuple(watched)
 
 
+_ADDRESS = Tensor.data_ptr
 _NOTHING = contextlib.nullcontext()
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    """Whether ``fully_shard`` was called on it."""
+    return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
 
 
 def check_region(step: Step) -> None:

@@ -13,7 +13,7 @@ import threading
 import traceback
 import warnings
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,8 +35,9 @@ from graphs.capture import Inputs, Loss, Step, bind, capture
 from graphs.errors import BranchChanged, CaptureError, InputError
 from graphs.torch_private.names import FakeTensorMode, FunctionalTensor
 from graphs.tracing.refusals import place_among
+from graphs.watching.fingerprint import same_plain
 from online import budget
-from planner.execute import run_step
+from planner.execute import PlannedModule, run_step
 from planner.plan import plan
 from planner.process.pauses import no_collections
 from planner.schedule import keep_all
@@ -876,6 +877,53 @@ def test_bind_tells_dicts_that_come_in_another_order() -> None:
         bind(step, {"x": x8, "more": {"b": x8 + 1, "a": x8}})
 
 
+def test_bind_tells_containers_of_other_types() -> None:
+    step = capture(Lambda(lambda m, x, more: square(m.linear(x) + more[0] * more[1])), (x8, [x8, 2]))
+    bind(step, (x8, [x8, 2]))
+    with pytest.raises(InputError, match=r"^the inputs are .* captured with .* give them in the same containers$") as refusal:
+        bind(step, (x8, (x8, 2)))
+    assert "are (..., (..., ...)), but" in str(refusal.value) and "with (..., [..., ...]);" in str(refusal.value)
+
+
+class Energy(nn.Module):
+    """A force field: the gradient of its input is a part of the loss. ``unused``: its first parameter."""
+
+    def __init__(self, *, forces: bool, unused: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        if unused:
+            self.first = nn.Parameter(torch.randn(8, 8))
+        self.a, self.b = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+        self.forces = forces
+
+    def forward(self, x: Tensor, z: dict[str, Tensor]) -> Tensor:
+        z["z"].requires_grad_()
+        energy = square(self.b(self.a(z["z"]).tanh() + x))
+        if not self.forces:
+            return energy
+        (force,) = torch.autograd.grad(energy, z["z"], create_graph=True)
+        return energy + square(force)
+
+
+@pytest.mark.parametrize("forces", [False, True])
+@pytest.mark.parametrize("unused", [False, True])
+@pytest.mark.parametrize("size", [8, 3])
+def test_inputs_that_a_forward_differentiates_have_no_gradient_in_the_step(forces: bool, unused: bool, size: int) -> None:
+    """The tracer takes them for what the step is to have gradients of."""
+    model = Energy(forces=forces, unused=unused)
+    x, z = torch.randn(size, 8), torch.randn(size, 8)
+    step = capture(model, (x, {"z": z}))
+    assert {r.name for r in step.results if r.kind == "gradient"} == {"a.weight", "b.weight"}
+    with torch.no_grad():
+        answer = answer_of(step, step.module(*bind(step, (x, {"z": z}))))
+    assert not z.requires_grad and z.grad is None
+    loss = model(x, {"z": z.clone()})
+    loss.backward()
+    assert torch.equal(answer.loss, loss.detach())
+    for name in ("a.weight", "b.weight"):
+        assert torch.equal(answer.gradients[name], model.get_parameter(name).grad)
+
+
 def test_costs_leave_the_mapping():
     step = captured(mlp_case())
     times, spaces = list(range(len(step.calls))), [8] * len(step.calls)
@@ -1667,6 +1715,25 @@ REFUSED: dict[str, tuple[Callable[[], Step], str]] = {
         lambda: capture(Lambda(lambda m, x: square(m.linear(x) if (d := torch.rand([]), d.view(1).add_(1))[0] < 1 else x)), x8),
         "branches on data",
     ),
+    "reads a gradient": (
+        lambda: capture(Lambda(lambda m, x: square(m.linear(x)) if m.linear.bias.grad is None else m.linear(x).sum()), x8),
+        r"^Lambda reads the gradient of linear.bias \(.grad\) in its forward",
+    ),
+    "sets a gradient": (
+        lambda: capture(Lambda(lambda m, x: (setattr(m.linear.bias, "grad", torch.ones(8)), square(m.linear(x)))[1]), x8),
+        r"^Lambda sets the gradient of linear.bias \(.grad\) in its forward",
+    ),
+    "an optimizer in the forward": (
+        lambda: capture(Lambda(lambda m, x: (torch.optim.SGD(m.parameters()).step(), square(m.linear(x)))[1]), x8),
+        "^Lambda reads the gradient of linear",
+    ),
+    "clears gradients": (
+        lambda: capture(Lambda(lambda m, x: (m.zero_grad(), square(m.linear(x)))[1]), x8), "^Lambda reads the gradient of linear"
+    ),
+    "transposes a buffer": (
+        lambda: capture(Lambda(lambda m, x: (m.moving.as_strided_((8,), (0,)), square(m.linear(x) + m.moving))[1]), x8),
+        r"^Lambda has its buffer moving show its own memory in another way .*: moving.copy_\(",
+    ),
     "no module": (lambda: capture(square, x8), "expected a torch.nn.Module, not a function"),
     "no inputs": (lambda: capture(linear()), "Linear brings no example inputs.*give inputs="),
     "targets without loss": (lambda: capture(linear(), (x8, x8)), "takes 2 .*where the last inputs are targets, give"),
@@ -2405,6 +2472,15 @@ def test_nan_among_the_inputs_is_itself():
         bind(step, (x8, 0.0))
 
 
+def test_zeros_of_another_sign_are_other_numbers():
+    step = capture(Lambda(lambda m, x, sign: square(m.linear(x) * torch.copysign(x8, torch.tensor(sign)))), (x8, 0.0))
+    bind(step, (x8, float("0")))
+    with pytest.raises(InputError, match=r"inputs\[1\] is -0.0, but the step was captured with 0.0"):
+        bind(step, (x8, -0.0))
+    for zero, other in ((0.0, -0.0), (1 + 0j, complex(1, -0.0)), (np.float32(0), np.float32(-0.0))):
+        assert same_plain(zero, type(zero)(zero)) and not same_plain(zero, other)
+
+
 def test_dtypes_and_devices_may_be_inputs():
     step = capture(Lambda(lambda m, x, d, at: square(m.linear(x).to(at, d).float())), (x8, torch.float64, torch.device("cpu")))
     bind(step, (x8, torch.float64, torch.device("cpu")))
@@ -2424,10 +2500,12 @@ class Editable(nn.Module):
         self.offset = torch.ones(8)
         self.scale = 2.0
         self.options = {"shift": 1.0}
+        self.table = np.ones(3)
+        self.recent = deque([1.0, 2.0])
         self.epoch = 0
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.tied(self.layers(self.drop(x))) * self.scale + self.offset
+        y = self.tied(self.layers(self.drop(x))) * self.scale + self.offset * self.table[0] * self.recent[0]
         self.last = y.detach()
         return y + self.options["shift"]
 
@@ -2449,6 +2527,8 @@ EDITS: dict[str, tuple[Callable[[Editable], object], str]] = {
     "early hook": (lambda m: m.tied.register_forward_pre_hook(lambda *_: None), "tied has other hooks"),
     "backward hook": (lambda m: m.register_full_backward_hook(lambda *_: None), "the model has other hooks"),
     "option": (lambda m: m.options.update(shift=2.0), "the entries of options are others"),
+    "array": (lambda m: m.table.__setitem__(0, 2.0), "the entries of table are others"),
+    "deque": (lambda m: m.recent.appendleft(3.0), "the entries of recent are others"),
     "deleted option": (lambda m: delattr(m, "scale"), "scale was removed"),
     "untied": (edit("tied", "weight", nn.Parameter(torch.ones(8, 8))), r"tied\.weight and layers\.0\.weight were one tensor"),
     "parameter": (edit("tied", "bias", None), r"tied\.bias was removed"),
@@ -2466,6 +2546,31 @@ def test_bind_notices_what_was_edited(name):
     with pytest.raises(InputError, match=message) as refusal:
         bind(step, x8)
     assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("change", [lambda m: delattr(m, "layers"), edit("", "layers", None), lambda m: m._modules.pop("layers")])
+def test_a_part_may_be_gone_before_the_first_call(change):
+    model = Editable()
+    step = capture(model, x8, loss=square)
+    module = PlannedModule(step, keep_all(step.graph), 10**9)
+    change(model)
+    with pytest.raises(InputError, match="the modules in the model are others"):
+        bind(step, x8)
+    with pytest.raises(InputError, match=r"^layers\.0\.weight was removed after the step was captured; capture it again$"):
+        module(x8)
+
+
+def test_what_the_forward_writes_to_an_array_is_no_edit():
+    def forward(m: Lambda, x: Tensor) -> Tensor:
+        m.calls[0] += 1
+        m.recent.append(1)
+        return square(m.linear(x))
+
+    model = Lambda(forward)
+    model.calls, model.recent = np.zeros(2), deque([0])
+    step = capture(model, x8)
+    model(x8)
+    bind(step, x8)
 
 
 def test_a_part_that_is_added_and_taken_away_again_is_no_edit():

@@ -753,6 +753,26 @@ def test_a_call_that_finds_the_model_edited_has_not_happened(speaks: bool) -> No
     assert torch.equal(model(x), loss) and torch.equal(torch.get_rng_state(), after)
 
 
+def test_memory_given_between_the_halves_is_refused() -> None:
+    """Eager PyTorch's backward reads the old memory where an op has saved a view."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), torch.randn(16, 8)
+    step = capture(model, x, loss=lambda y: y.square().mean())
+    module = PlannedModule(step, keep_all(step.graph), 10**9)
+    loss = module(x)
+    model[2].weight.data = model[2].weight.data * 0.5
+    with pytest.raises(
+        InputError, match=r"^2\.weight was given other memory after the forward \(\.data = \.\.\.\), but backward reads"
+    ):
+        loss.backward()
+    assert all(p.grad is None for p in model.parameters())
+    module(x).backward()
+    expected = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    model(x).square().mean().backward()
+    assert len(expected) == 4 and all(map(torch.equal, expected, (p.grad for p in model.parameters())))
+
+
 class Leaving(nn.Module):
     """Leaves an auxiliary loss and features for others to find."""
 

@@ -54,12 +54,16 @@ class Given:
         # What memory may not be given (again), by its key. It is kept: else other memory could come to have the same key.
         self._taken = {storage_key(inner): inner for inner in map(_inner, (*stand_ins.values(), *others))}
 
+    def name_of(self, one: Tensor) -> str | None:
+        """The name that the model has for it, if it is the stand-in of a parameter or buffer."""
+        name = self._name_of.get(id(one))
+        return None if name is None else name.removeprefix("model.")
+
     def give(self, one: Tensor, value: Any) -> str | None:
         """``one.data = value``; what would be wrong with it, where it means another layout, or memory that something else has."""
-        name, new = self._name_of.get(id(one)), _inner(value)
-        if name is None:
+        own, new = self.name_of(one), _inner(value)
+        if own is None:
             return "that of a tensor which is no parameter or buffer of the model"
-        own = name.removeprefix("model.")
         if new is None or _layout(value) != _layout(one):
             return f"{own} gets another shape, layout or type by it, and a plan is for those that it had"
         if storage_key(new) == storage_key(_inner(one)):
@@ -67,7 +71,7 @@ class Given:
         if storage_key(new) in self._taken:
             return f"{own} gets memory that another tensor has, too, and both would change together"
         self._taken[storage_key(new)] = new
-        self._old.setdefault(name, (one, _inner(one)))
+        self._old.setdefault(self._name_of[id(one)], (one, _inner(one)))
         cast(Any, one).elem = new
         return None
 

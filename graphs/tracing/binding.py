@@ -190,7 +190,7 @@ class Binding:
                 )
             if source.kind in ("parameter", "buffer"):
                 if tensor is None:
-                    raise InputError(f"{source.name} was removed after the step was captured; capture it again")
+                    raise InputError(_removed(source.name))
                 if tensor.requires_grad != source.trainable:
                     now, then = ("requires a", "did not") if tensor.requires_grad else ("requires no", "did")
                     raise InputError(f"{source.name} {now} gradient, but {then} when the step was captured; capture it again")
@@ -207,10 +207,17 @@ class Binding:
                 )
 
 
+def _removed(name: str) -> str:
+    return f"{name} was removed after the step was captured; capture it again"
+
+
 def _place(model: nn.Module, source: Source) -> tuple[Mapping[str, Tensor], str] | None:
     """Where the model holds what a source stands for: a dict of one of its modules, and the key."""
     if source.kind not in ("parameter", "buffer"):
         return None
     path, _, key = source.name.rpartition(".")
-    part = model.get_submodule(path)
+    try:
+        part = model.get_submodule(path)
+    except AttributeError:
+        raise InputError(_removed(source.name)) from None
     return cast(Any, part._parameters if key in part._parameters else part._buffers), key

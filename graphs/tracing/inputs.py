@@ -90,6 +90,11 @@ def leaves_like(form: InputForm, inputs: Inputs) -> list[Any]:
     leaves, spec = tree_flatten(given)
     if spec != form.spec:
         labels = [f"inputs{keystr(path)}" for path, _ in tree_flatten_with_path(given)[0]]
+        if tuple(labels) == form.labels:
+            raise InputError(
+                f"the inputs are {_outline(spec)}, but the step was captured with {_outline(form.spec)}; a model may see the "
+                f"difference, so give them in the same containers"
+            )
         if sorted(labels) == sorted(form.labels):
             raise InputError(
                 f"the entries of a dict among the inputs come in another order ({', '.join(labels)}) than when the step was "
@@ -106,6 +111,11 @@ def leaves_like(form: InputForm, inputs: Inputs) -> list[Any]:
         found = "a tensor" if isinstance(leaves[i], Tensor) else repr(leaves[i])
         raise InputError(f"{form.labels[i]} is {found}, but the step was captured with {captured!r}; capture it again")
     return leaves
+
+
+def _outline(spec: TreeSpec) -> str:
+    """The containers of a form, with dots for what is in them."""
+    return repr(tree_unflatten([...] * spec.num_leaves, spec)).replace("Ellipsis", "...")
 
 
 def check_input(label: str, leaf: object, where: torch.device) -> None:

@@ -7,7 +7,7 @@ import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +42,8 @@ from graphs.watching.outside import Since, left_outside
 from graphs.watching.watch import Watch
 
 Beside = contextlib.AbstractContextManager[object]
+
+_GRADIENT = cast(Any, Tensor.grad).__get__  # a forward may not read it
 
 
 def trace(
@@ -89,6 +91,10 @@ def trace(
     raise refusal(name, failed) from failed
 
 
+class _OthersDifferentiated(Exception):
+    """A forward makes inputs require a gradient of which that was not known."""
+
+
 class _Attempts:
     """Attempts at one trace, each with a new record of what the forward does to its model."""
 
@@ -115,6 +121,7 @@ class _Attempts:
         # Buffers that the forward gives other tensors. It may read the old ones: these are kept apart.
         self._assigned: set[str] = set()
         self._given: set[str] = set()  # what the forward has given other memory, through ``.data``
+        self._differentiated: set[int] = set()  # slots of inputs that the forward makes require a gradient
         self._held: dict[str, Tensor] = {}  # what the model holds during the latest call and its backward
         self._in_call = False
         self._since: Since | None = None
@@ -155,6 +162,11 @@ class _Attempts:
 
     def once(self, beside: Callable[[], Beside] = contextlib.nullcontext) -> tuple[Joint, Watch, list[Leftover]]:
         """Trace. ``beside``: what is known of the data around a call, and so what the model may branch on."""
+        while True:
+            with contextlib.suppress(_OthersDifferentiated):
+                return self._once(beside)
+
+    def _once(self, beside: Callable[[], Beside]) -> tuple[Joint, Watch, list[Leftover]]:
         watch = self._watch = Watch(self.name, self.body)
         self._knowing = beside
         self._given = set()
@@ -180,7 +192,7 @@ class _Attempts:
                 kept = watch.explain() if failed and reads_an_earlier_call(error) else None  # before its containers are put back
                 self._caches.forget_traced()
                 kept = kept or watch.explain()
-                if kept is None or not failed or isinstance(error, CaptureError):
+                if kept is None or not failed or isinstance(error, CaptureError | _OthersDifferentiated):
                     raise
                 raise CaptureError(kept) from error
         changed = {list(self.state)[i] for kind, i in filter(None, joint.results) if kind == "state"}
@@ -199,6 +211,8 @@ class _Attempts:
     def _forward(self, state_now: list[Tensor], tensors_now: list[Tensor]) -> Tensor:
         """The loss, with these stand-ins for state and inputs."""
         filled = list(self.leaves)
+        # What requires a gradient in the tracer's eyes gets one of the step, as only parameters should.
+        tensors_now = [t.detach() if i in self._differentiated else t for i, t in zip(self._slots, tensors_now, strict=True)]
         for i, tensor in zip(self._slots, tensors_now, strict=True):
             filled[i] = tensor
         given = {f"model.{key}": tensor for key, tensor in zip(self.state, state_now, strict=True)}
@@ -215,11 +229,15 @@ class _Attempts:
         try:
             self._beside = self._knowing()
             contents = Given(passed, tensors_now)
-            with region, self._beside, self._watch.call(contents.give), holding(self.body, after):
+            with region, self._beside, self._watch.call(contents), holding(self.body, after):
                 loss = self.body(tree_unflatten(filled, self.spec))
         finally:
             self._in_call = False
         assert isinstance(loss, Tensor)
+        differentiated = {i for i, tensor in zip(self._slots, tensors_now, strict=True) if tensor.requires_grad}
+        if not differentiated <= self._differentiated:
+            self._differentiated |= differentiated
+            raise _OthersDifferentiated
         _refuse_other_gradients(self.name, loss)
         self._given |= contents.write(self._given)
         for key in given:
@@ -242,7 +260,7 @@ class _Attempts:
             yield
             return
         name, held = self.name, self._held
-        gradients = {key: tensor.grad for key, tensor in held.items() if tensor.is_leaf}
+        gradients = {key: _GRADIENT(tensor) for key, tensor in held.items() if tensor.is_leaf}
         if self._in_call:
             yield
         else:
@@ -258,7 +276,7 @@ class _Attempts:
                 if now[key] is not tensor:
                     raise CaptureError(written_late(name, key.removeprefix("model.")))
         for key, gradient in gradients.items():
-            if held[key].is_leaf and held[key].grad is not gradient:
+            if held[key].is_leaf and _GRADIENT(held[key]) is not gradient:
                 raise CaptureError(
                     f"{name} calls backward in its forward or in a backward of its own, which adds to the gradient of "
                     f"{key.removeprefix('model.')} where a captured step would not see it; use torch.autograd.grad, and return "

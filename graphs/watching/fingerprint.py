@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import operator
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from graphs.torch_private.running import hooks_of_all_modules
 # The parts of every nn.Module that hold its tensors, its children and its mode; each has its own check.
 OWN = frozenset({"__class__", "__dict__", "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "training"})
 _HOOKS = "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
+_ARRAY_BYTES = 1 << 16  # of larger ones no copy is kept
+_FRACTIONS = float, complex, np.inexact
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, np.generic)
 
 
@@ -38,8 +41,9 @@ class _Part:
 class Fingerprint:
     """The modules of a tree, their modes, hooks and the attributes their forward read; hooks of all modules, the default dtype.
 
-    An attribute that nobody read may change, and so may one that the forward itself changes. Of attributes that are lists, dicts
-    and sets the entries count too; what lies deeper, in objects, is for ``surroundings``.
+    An attribute that nobody read may change, and so may one that the forward itself changes. Of attributes that are containers
+    (lists, dicts, sets, deques, bytearrays, small arrays of numpy) the entries count too; what lies deeper, in objects, is for
+    ``surroundings``.
 
     surroundings  checks what functions of the step name outside of modules (``graphs.watching.surroundings``)
 
@@ -69,9 +73,9 @@ class Fingerprint:
             get = operator.itemgetter(*keys)
             self._parts.append(_Part(path, module, type(module), len(attributes), get, keys, values, absent))
             for key, value in zip(keys, values, strict=True):
-                if not isinstance(value, dict | list | set):
+                if not is_box(value):
                     continue
-                if value:
+                if len(value):
                     self._boxes.append((path, key, value, content_of(value)))
                 else:
                     self._empty.append(value)
@@ -130,7 +134,7 @@ class Fingerprint:
         for key, now, then in zip(part.keys, found, part.values, strict=True):
             if now is then or same_plain(now, then):
                 continue
-            if isinstance(then, dict | list | set):
+            if is_box(then):
                 # ``nn.Sequential`` renumbers its parts in a dict of another class.
                 if (type(now) is type(then) or key == "_modules") and same_content(content_of(now), content_of(then)):
                     continue
@@ -185,8 +189,17 @@ def described(value: object) -> str:
     return "another tensor" if isinstance(value, Tensor) else f"another {type(value).__name__}"
 
 
-def content_of(box: dict[Any, Any] | list[Any] | set[Any]) -> list[Any]:
+def is_box(value: object) -> bool:
+    """Whether it is a container whose entries are compared."""
+    if isinstance(value, np.ndarray):
+        return 0 < value.nbytes <= _ARRAY_BYTES and value.ndim > 0 and not value.dtype.hasobject
+    return isinstance(value, dict | list | set | collections.deque | bytearray)
+
+
+def content_of(box: Any) -> list[Any]:
     """The entries of a container, flat."""
+    if isinstance(box, np.ndarray):
+        return [box.shape, str(box.dtype), box.tobytes()]
     return [*box.keys(), *box.values()] if isinstance(box, dict) else list(box)
 
 
@@ -198,7 +211,11 @@ def same_content(a: Sequence[Any], b: Sequence[Any]) -> bool:
 
 
 def same_plain(a: object, b: object) -> bool:
-    """Whether two values are plain, or tuples of plain ones, and equal (NaN equals NaN)."""
+    """Whether two values are plain, or tuples of plain ones, and equal (NaN equals NaN, and 0.0 is another one than -0.0)."""
     if isinstance(a, tuple) and isinstance(b, tuple):
         return len(a) == len(b) and all(x is y or same_plain(x, y) for x, y in zip(a, b, strict=True))
-    return type(a) is type(b) and isinstance(a, _PLAIN) and bool(a == b or (a != a and b != b))
+    if type(a) is not type(b) or not isinstance(a, _PLAIN):
+        return False
+    if isinstance(a, _FRACTIONS) and a is not b:
+        return repr(a) == repr(b)
+    return bool(a == b or (a != a and b != b))

@@ -6,6 +6,7 @@ import contextlib
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
 
 import torch
@@ -13,13 +14,14 @@ from torch import Tensor, nn
 
 from graphs.errors import CaptureError
 from graphs.torch_private.patching import patched
+from graphs.torch_private.stand_ins import Given
 
 
 @contextlib.contextmanager
-def unseen_refused(name: str, where: str, give: Callable[[Tensor, Any], str | None] | None = None) -> Iterator[None]:
+def unseen_refused(name: str, where: str, given: Given | None = None) -> Iterator[None]:
     """Refuse what changes a step's numbers and is no operator call, so that a trace would leave it out.
 
-    ``give(one, value)``: called where ``one.data = value`` is meant; where that cannot be done, what it is and why.
+    ``given``: takes what a forward assigns to ``.data``; None in a backward, where nothing can be assigned.
 
     What the program's other threads do meanwhile is no matter of the step, but for the default dtype, which all have in common.
     """
@@ -37,9 +39,18 @@ def unseen_refused(name: str, where: str, give: Callable[[Tensor, Any], str | No
     def assign(one: Tensor, value: Any) -> None:
         if value is one:  # ``Module.to``, of that type already
             return
-        why = "that of a tensor, as a captured step cannot do after it" if give is None else give(one, value)
+        why = "that of a tensor, as a captured step cannot do after it" if given is None else given.give(one, value)
         if why is not None:
             raise CaptureError(f"{name} assigns a .data in its {where}: {why}; write into the tensor in place")
+
+    def look(one: Tensor, *value: Any) -> Any:
+        whose = None if given is None else given.name_of(one)
+        if whose is not None and not _looks_for_torch(sys._getframe(2)):
+            raise CaptureError(
+                f"{name} {'sets' if value else 'reads'} the gradient of {whose} (.grad) in its {where}, which a captured step "
+                f"knows nothing of; do that outside of the step"
+            )
+        return grad.__set__(one, *value) if value else grad.__get__(one)
 
     packs = refusal(
         f"packs saved tensors by hooks (saved_tensors_hooks) in its {where}, which a captured step would not call; take them "
@@ -71,10 +82,12 @@ def unseen_refused(name: str, where: str, give: Callable[[Tensor, Any], str | No
 
     torch_bilinear = torch.bilinear
     data: Any = Tensor.data
+    grad: Any = Tensor.grad
     with (
         patched(torch, "bilinear", instead(bilinear, torch_bilinear)),
         patched(nn.functional, "bilinear", instead(bilinear, torch_bilinear)),
         patched(Tensor, "data", property(data.__get__, instead(assign, data.__set__))),
+        patched(Tensor, "grad", property(instead(look, grad.__get__), instead(look, grad.__set__), grad.__delete__)),
         patched(hooks, "__enter__", instead(enter_known, enter)),
         patched(torch, "set_default_dtype", set_same),
     ):
@@ -102,6 +115,12 @@ def gradient_mode_noted(askers: set[str]) -> Iterator[None]:
 
     with patched(torch, "is_grad_enabled", is_grad_enabled):
         yield
+
+
+def _looks_for_torch(frame: FrameType) -> bool:
+    """Whether this is PyTorch's own look at a gradient, which changes no numbers: the tracer's, or that of ``Module.to``."""
+    asker = str(frame.f_globals.get("__name__"))
+    return asker.startswith(("torch._", "torch.fx.")) or (asker == "torch.nn.modules.module" and frame.f_code.co_name == "_apply")
 
 
 def _is_another(thread: int) -> bool:

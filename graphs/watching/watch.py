@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import types
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable, Iterator
 from typing import Any
 
 import torch
@@ -19,8 +19,9 @@ from torch import Tensor, nn
 
 from graphs.errors import CaptureError
 from graphs.torch_private.patching import ABSENT, patched
+from graphs.torch_private.stand_ins import Given
 from graphs.watching.calls import OF_THE_MODEL, Calls
-from graphs.watching.fingerprint import OWN, content_of, described, label, same_content, same_plain
+from graphs.watching.fingerprint import OWN, content_of, described, is_box, label, same_content, same_plain
 from graphs.watching.generators import numbers_now
 from graphs.watching.leftovers import Leftover, NotMade, deeper, holds_tensor, leftovers_in
 from graphs.watching.unseen import gradient_mode_noted, unseen_refused
@@ -53,6 +54,13 @@ class Watch:
             for key, box in attributes.items()
             if isinstance(box, dict | list | set)
         ]
+        # Deques and what holds numbers are not put back; where a call changes one, it is no matter of the step.
+        self._others = [
+            (path, key, box, content_of(box))
+            for path, attributes in self._before.items()
+            for key, box in attributes.items()
+            if is_box(box) and not isinstance(box, dict | list | set)
+        ]
         self._contents = [(box, dict(box) if isinstance(box, dict) else list(box)) for _, _, box, _ in self._boxes]
         self._latest: dict[int, list[Any]] = {}  # what containers held after the latest call; by their places in ``_boxes``
         self._calls: list[tuple[Any, ...]] | None = None
@@ -62,14 +70,14 @@ class Watch:
         self._given: set[tuple[str, str]] = set()  # attributes that the latest call, or its backward, has given a value
 
     @contextlib.contextmanager
-    def call(self, give: Callable[[Tensor, Any], str | None]) -> Iterator[None]:
-        """Around each call. Raises CaptureError where the call depends on what another call may have changed. ``give``: as
+    def call(self, given: Given) -> Iterator[None]:
+        """Around each call. Raises CaptureError where the call depends on what another call may have changed. ``given``: as
         ``unseen_refused`` has it."""
         numbers = numbers_now()
         calls = Calls(self.name)
         self._given = set()
         noted = gradient_mode_noted(self.askers)
-        with self._reading(), unseen_refused(self.name, "forward", give), noted, calls, _compiled_apart(calls):
+        with self._reading(), unseen_refused(self.name, "forward", given), noted, calls, _compiled_apart(calls):
             yield
         self._compare_numbers(numbers, "forward")
         self._again = self._calls is not None
@@ -93,6 +101,7 @@ class Watch:
 
     def settle(self) -> None:
         """After ``undo``, put back what the first call alone has set up. Raises CaptureError where there was no other call."""
+        self.changed |= {(path, key) for path, key, box, content in self._others if not same_content(content_of(box), content)}
         for (path, key), value in self._set_up.items():
             if not self._again:
                 raise CaptureError(self._changes(path, key, value))
@@ -216,7 +225,8 @@ class Watch:
     def own(self) -> list[int]:
         """Ids of what this holds of the program's."""
         held = [*self._before.values(), *self._latest.values()]
-        return [*map(id, held), *(id(content) for *_, content in self._boxes), *(id(copy) for _, copy in self._contents)]
+        boxes = [*self._boxes, *self._others]
+        return [*map(id, held), *(id(content) for *_, content in boxes), *(id(copy) for _, copy in self._contents)]
 
     def pass_over(self, leftover: Leftover) -> None:
         """What lies in something of the model's, to which a call adds, is no matter of the step."""

@@ -257,7 +257,7 @@ class GraphedModule(PlannedModule):
                 f"one step at a time: call backward before the next call, or {_PLAIN}"
             )
         self._pending = None
-        kept.release()
+        self._released(kept)
         with torch.no_grad():
             for i in self._tangents:
                 recorded.bound[i].copy_(tangent)
