@@ -23,9 +23,10 @@ from graphs.capture import Inputs, Step, bind, bind_again, check_late
 from graphs.errors import InputError
 from graphs.rewriting.nodes import outputs_of
 from graphs.torch_private.running import apply_function, left_to_run
+from graphs.torch_private.tensors import is_batched_gradient
 from graphs.tracing.body import region_of
 from graphs.tracing.inputs import is_of
-from planner.execution.draws import generators_of, undone_on_failure
+from planner.execution.draws import generators_of, repeat_draw, undone_on_failure
 from planner.execution.halves import Halves, checked_peak, cut_in_halves, fit_halves
 from planner.execution.lowering import Code, placeholders, result_value
 from planner.execution.undo import Undo, versions
@@ -178,6 +179,7 @@ class PlannedModule(nn.Module):
         index = {source.name: i for i, source in enumerate(step.sources) if source.kind in ("parameter", "buffer")}
         self._trained = tuple(index[result.name] for result in step.results if result.kind == "gradient")
         self._generators = generators_of(step)
+        self._redraws = any(node.target is repeat_draw for node in self._halves.backward.graph.nodes)
         self._tangents = tuple(i for i, source in enumerate(step.sources) if source.kind == "tangent")
         self._no_tangent = torch.empty(0)
         # Nothing outside has seen the forward until its results are written, so what is edited may be looked for beside it.
@@ -265,6 +267,11 @@ class PlannedModule(nn.Module):
 
     def _run_backward(self, kept: Kept, tangent: Tensor) -> list[Tensor]:
         """Run the second half: the gradients."""
+        if self._redraws and is_batched_gradient(tangent):
+            raise InputError(
+                "with is_grads_batched=True the backward runs under vmap, where the random ops that this plan runs again cannot "
+                "repeat their draws; call torch.autograd.grad once for each of the gradients"
+            )
         given = self._released(kept)
         if self._halves.tangent_at is not None:
             given[self._halves.tangent_at] = tangent

@@ -30,7 +30,7 @@ def test_rows_of_a_network_are_made_once(tmp_path: Path, capsys: pytest.CaptureF
 
 def test_a_network_is_the_same_every_time_and_no_generator_has_moved() -> None:
     before = torch.get_rng_state()
-    first, again = other_graph("gru"), other_graph("gru")
+    first, again = other_graph("mixer"), other_graph("mixer")
     assert first.fingerprint() == again.fingerprint()
     assert torch.equal(before, torch.get_rng_state())
 

@@ -1734,6 +1734,14 @@ REFUSED: dict[str, tuple[Callable[[], Step], str]] = {
         lambda: capture(Lambda(lambda m, x: (m.moving.as_strided_((8,), (0,)), square(m.linear(x) + m.moving))[1]), x8),
         r"^Lambda has its buffer moving show its own memory in another way .*: moving.copy_\(",
     ),
+    "arrays of numpy": (
+        lambda: capture(Lambda(lambda m, x: square(m.linear(x)) * float(x.numpy().sum())), x8),
+        r"^Lambda computes with numpy in its forward or loss, at .*test_capture.py:\d+: .*; compute with torch",
+    ),
+    "arrays of numpy behind a branch": (
+        lambda: capture(Lambda(lambda m, x: square(m.linear(x)) * (x.isfinite().all() and float(x.numpy().sum()))), x8),
+        "^Lambda computes with numpy in its forward or loss",
+    ),
     "no module": (lambda: capture(square, x8), "expected a torch.nn.Module, not a function"),
     "no inputs": (lambda: capture(linear()), "Linear brings no example inputs.*give inputs="),
     "targets without loss": (lambda: capture(linear(), (x8, x8)), "takes 2 .*where the last inputs are targets, give"),

@@ -773,6 +773,22 @@ def test_memory_given_between_the_halves_is_refused() -> None:
     assert len(expected) == 4 and all(map(torch.equal, expected, (p.grad for p in model.parameters())))
 
 
+@pytest.mark.parametrize("share", [1.0, 0.7])
+def test_batched_gradients_are_made_where_no_draw_is_repeated(share: float) -> None:
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Tanh()) for _ in range(4)]
+    model, x = nn.Sequential(*layers), torch.randn(256, 8)
+    step = capture(model, x, loss=lambda y: y.square().mean())
+    module = PlannedModule(step, plan_of(step, share, gap=0.2).schedule, 10**9)
+    loss, weights, tangents = module(x), list(model.parameters()), torch.tensor([2.0, 3.0])
+    if share == 1:
+        batched = torch.autograd.grad(loss, weights, grad_outputs=tangents, is_grads_batched=True)
+        assert all(torch.allclose(1.5 * two, three) for two, three in batched)
+        return
+    with pytest.raises(InputError, match=r"is_grads_batched=True .* cannot repeat their draws; call torch.autograd.grad once"):
+        torch.autograd.grad(loss, weights, grad_outputs=tangents, is_grads_batched=True)
+
+
 class Leaving(nn.Module):
     """Leaves an auxiliary loss and features for others to find."""
 

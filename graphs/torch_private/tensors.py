@@ -108,6 +108,11 @@ def is_functorch_wrapped(tensor: Tensor) -> bool:
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
 
 
+def is_batched_gradient(tensor: Tensor) -> bool:
+    """Whether a tensor stands for many gradients at once, as in a backward with ``is_grads_batched=True``."""
+    return bool(torch._C._functorch.is_legacy_batchedtensor(tensor))
+
+
 def unwrapped(tensor: Tensor) -> Tensor:
     """What a tensor stands for inside of ``torch.func.grad``, ``vmap`` and the like; itself elsewhere."""
     while is_functorch_wrapped(tensor):

@@ -49,6 +49,11 @@ def refusal(name: str, error: Exception) -> CaptureError:
         return CaptureError(
             f"{name} branches on data, or has shapes that depend on it ({_first_line(error)}{_place(error)}); {remedy}"
         )
+    if leaves_torch(error):
+        return CaptureError(
+            f"{name} computes with numpy in its forward or loss{_place(error)}, which a captured step cannot do again; compute "
+            f"with torch, give what comes of it as an input, or train without a plan, in a block of online.budget"
+        )
     if isinstance(error, SyntaxError) and "aten.random.from(" in (error.text or ""):  # ``from`` is a keyword
         return CaptureError(f"{name} calls random_ with two bounds, which PyTorch's tracer cannot write down; call torch.randint")
     if isinstance(error, TypeError) and "cannot assign" in str(error) and "as parameter" in str(error):
@@ -70,6 +75,11 @@ def refusal(name: str, error: Exception) -> CaptureError:
     targets = isinstance(error, TypeError) and "forward() takes" in str(error)
     remedy = "; where the last inputs are targets, give the loss that takes them as loss=" if targets else ""
     return CaptureError(f"{name} cannot be traced: {told(error)}{remedy}")
+
+
+def leaves_torch(error: BaseException) -> bool:
+    """Whether a call makes an array of numpy of a tensor that it has computed."""
+    return isinstance(error, RuntimeError) and ".numpy() is not supported" in str(error)
 
 
 def reads_an_earlier_call(error: BaseException) -> bool:

@@ -34,7 +34,7 @@ from graphs.torch_private.stand_ins import Given, noting_traced, to_fake
 from graphs.tracing.answers import Answers
 from graphs.tracing.body import Body
 from graphs.tracing.constants import Constants, KnownFor
-from graphs.tracing.refusals import reads_an_earlier_call, refusal, written_late
+from graphs.tracing.refusals import leaves_torch, reads_an_earlier_call, refusal, written_late
 from graphs.watching.generators import generators_kept, seeding_refused
 from graphs.watching.leaks import Caches
 from graphs.watching.leftovers import Leftover
@@ -85,7 +85,8 @@ def trace(
         except Exception as error:
             if asks and isinstance(error, CaptureError):
                 raise
-            if failed is None or (asks and (isinstance(error, DATA_DEPENDENT) or (beside, region) == (Constants, plain))):
+            told = isinstance(error, DATA_DEPENDENT) or leaves_torch(error) or (beside, region) == (Constants, plain)
+            if failed is None or (asks and told):
                 failed = error
     assert failed is not None
     raise refusal(name, failed) from failed
