@@ -244,6 +244,7 @@ def capture(
     for node in graph.nodes:
         if node.op == "call_function":
             numbering.call(node)
+    constants = {s.name: t for s, t in zip(sources, tensors, strict=True) if s.kind == "constant" and t is not None}
     return Step(
         numbering.graph(outputs_of(graph)),
         joint.module,
@@ -253,11 +254,11 @@ def capture(
         numbering.value_of,
         tuple(sources),
         tuple(results),
-        {s.name: t for s, t in zip(sources, tensors, strict=True) if s.kind == "constant" and t is not None},
+        constants,
         form,
         tuple(part.training for part in model.modules()),
         body,
-        Fingerprint(body, watch.reads, watch.changed, surroundings.check),
+        Fingerprint(body, watch.reads, watch.changed, surroundings.check, list(map(memory_of, constants.values()))),
         autocast,
         tuple(leftovers),
         tuple(sorted(watch.askers)),

@@ -2581,6 +2581,16 @@ def test_what_the_forward_writes_to_an_array_is_no_edit():
     bind(step, x8)
 
 
+@pytest.mark.parametrize("read", [torch.from_numpy, torch.tensor])
+def test_what_is_written_to_an_array_that_a_constant_shows_is_seen(read):
+    model = Lambda(lambda m, x: square(m.linear(x) * read(m.table)))
+    model.table = np.ones(16, dtype=np.float32)[::2]
+    step = capture(model, x8)
+    model.table[1] = 3
+    with torch.no_grad():
+        assert torch.equal(answer_of(step, step.module(*bind(step, x8))).loss, model(x8))
+
+
 def test_a_part_that_is_added_and_taken_away_again_is_no_edit():
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
     step = capture(model, x8, loss=square)

@@ -46,6 +46,7 @@ class Fingerprint:
     ``surroundings``.
 
     surroundings  checks what functions of the step name outside of modules (``graphs.watching.surroundings``)
+    constants     the memory of the step's constants: what is written there is seen anyway
 
     ``check`` costs less than a microsecond a module.
     """
@@ -56,6 +57,7 @@ class Fingerprint:
         reads: Mapping[str, Set[str]],
         changed: Set[tuple[str, str]],
         surroundings: Callable[[], None] = lambda: None,
+        constants: Sequence[range] = (),
     ) -> None:
         self._surroundings = surroundings
         self._parts: list[_Part] = []
@@ -73,7 +75,7 @@ class Fingerprint:
             get = operator.itemgetter(*keys)
             self._parts.append(_Part(path, module, type(module), len(attributes), get, keys, values, absent))
             for key, value in zip(keys, values, strict=True):
-                if not is_box(value):
+                if not is_box(value) or (isinstance(value, np.ndarray) and _lies_in(value, constants)):
                     continue
                 if len(value):
                     self._boxes.append((path, key, value, content_of(value)))
@@ -194,6 +196,14 @@ def is_box(value: object) -> bool:
     if isinstance(value, np.ndarray):
         return 0 < value.nbytes <= _ARRAY_BYTES and value.ndim > 0 and not value.dtype.hasobject
     return isinstance(value, dict | list | set | collections.deque | bytearray)
+
+
+def _lies_in(array: np.ndarray[Any, Any], memory: Sequence[range]) -> bool:
+    """Whether any of an array is there."""
+    ways = [(n - 1) * stride for n, stride in zip(array.shape, array.strides, strict=True)]
+    at = int(array.__array_interface__["data"][0])
+    first, end = at + sum(way for way in ways if way < 0), at + sum(way for way in ways if way > 0) + array.itemsize
+    return any(part.start < end and first < part.stop for part in memory)
 
 
 def content_of(box: Any) -> list[Any]:
