@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -26,7 +26,18 @@ from graphs.torch_private.tensors import memory_of, storage_key
 from graphs.tracing.answers import answer_and_place, asked_in
 from graphs.tracing.binding import Binding, Source
 from graphs.tracing.body import Body, device_of, region_of, state_of
-from graphs.tracing.inputs import InputForm, Inputs, Loss, check_input, flatten, leaves_like, own_example, plain, splitter
+from graphs.tracing.inputs import (
+    InputForm,
+    Inputs,
+    Loss,
+    check_input,
+    flatten,
+    given_twice,
+    leaves_like,
+    own_example,
+    plain,
+    splitter,
+)
 from graphs.tracing.refusals import written_late
 from graphs.tracing.trace import trace
 from graphs.watching.fingerprint import Fingerprint
@@ -211,7 +222,10 @@ def capture(
     body = Body(model, loss, splitter(loss, given))
     surroundings = Surroundings(model, loss)
     with ONE_TRACE_AT_A_TIME:
-        joint, watch, leftovers = trace(name, body, state, leaves, form.spec, where, autocast)
+        joint, watch, leftovers, alone = trace(name, body, state, leaves, form.spec, where, autocast)
+    form = replace(form, alone=alone)
+    if (why := given_twice(form, leaves, alone)) is not None:
+        raise CaptureError(f"{name}: {why}")
     graph = joint.module.graph
     names = list(state)
     changed = {names[i] for kind, i in filter(None, joint.results) if kind == "state"}

@@ -23,7 +23,7 @@ from graphs.capture import Inputs, Step, bind, bind_again, check_late
 from graphs.errors import InputError
 from graphs.rewriting.nodes import outputs_of
 from graphs.torch_private.running import apply_function, left_to_run
-from graphs.torch_private.tensors import is_batched_gradient
+from graphs.torch_private.tensors import is_batched_gradient, storage_address
 from graphs.tracing.body import region_of
 from graphs.tracing.inputs import is_of
 from planner.execution.draws import generators_of, repeat_draw, undone_on_failure
@@ -222,7 +222,7 @@ class PlannedModule(nn.Module):
                 raise
 
     def _check_sharding(self) -> None:
-        if self._changed is not None and _is_sharded(self):
+        if self._changed is not None and any(kind.__name__ == "FSDPModule" for kind in type(self).__mro__):
             raise InputError(
                 f"{self._step.graph.name} changes {self._changed} in its forward, which fully_shard would undo: it shards what "
                 f"was there before; make that change after the step, on the sharded parameter, or use DistributedDataParallel"
@@ -256,23 +256,9 @@ class PlannedModule(nn.Module):
         names, at = self._watched
         return loss.detach(), Kept(given, names, [given[i] for i in at], undo)
 
-    def _released(self, kept: Kept) -> list[Tensor]:
-        """What the second half needs. Raises InputError where something was changed meanwhile, or given other memory: PyTorch's
-        own backward then reads the old one where an op has saved a view, and the new one elsewhere."""
-        if (name := kept.moved()) is not None and not _is_sharded(self):  # shards are gathered anew
-            raise InputError(
-                f"{name} was given other memory after the forward (.data = ...), but backward reads it; run the forward again"
-            )
-        return kept.release()
-
     def _run_backward(self, kept: Kept, tangent: Tensor) -> list[Tensor]:
         """Run the second half: the gradients."""
-        if self._redraws and is_batched_gradient(tangent):
-            raise InputError(
-                "with is_grads_batched=True the backward runs under vmap, where the random ops that this plan runs again cannot "
-                "repeat their draws; call torch.autograd.grad once for each of the gradients"
-            )
-        given = self._released(kept)
+        given = kept.release()
         if self._halves.tangent_at is not None:
             given[self._halves.tangent_at] = tangent
         undone = undone_on_failure(self._generators) if self._generators else _NOTHING
@@ -418,6 +404,11 @@ class _Train(torch.autograd.Function):
             try:
                 if torch.is_grad_enabled():
                     raise InputError("a planned step has no second derivative: call backward without create_graph=True")
+                if ctx.module._redraws and is_batched_gradient(tangent):
+                    raise InputError(
+                        "with is_grads_batched=True the backward runs under vmap, where the random ops that this plan runs again "
+                        "cannot repeat their draws; call torch.autograd.grad once for each of the gradients"
+                    )
                 if kept is None:
                     raise InputError("backward ran before on this loss, and its values are gone; run the forward again first")
                 ctx.kept = None
@@ -444,21 +435,21 @@ class Kept:
         self.names = names
         self.watched = watched
         self._versions = versions(watched)
-        self._addresses = list(map(_ADDRESS, watched))
-
-    def moved(self) -> str | None:
-        """What lies elsewhere than at the end of the first half, if anything."""
-        now = list(map(_ADDRESS, self.watched))
-        if now == self._addresses:
-            return None
-        return next(n for n, a, b in zip(self.names, now, self._addresses, strict=True) if a != b)
+        self._storages = list(map(storage_address, watched))
 
     def release(self) -> list[Tensor]:
-        """Everything, for one use; nothing stays here. Raises InputError where something was changed in place."""
+        """Everything, for one use; nothing stays here. Raises InputError where something was changed in place, or given another
+        storage: PyTorch's own backward then reads the old one where an op has saved a view, and the new one elsewhere."""
         now = versions(self.watched)
         if now != self._versions:
             name = next(n for n, a, b in zip(self.names, now, self._versions, strict=True) if a != b)
             raise InputError(f"{name} was changed in place after the forward, but backward reads it; run the forward again")
+        storages = list(map(storage_address, self.watched))
+        if storages != self._storages:
+            name = next(n for n, a, b in zip(self.names, storages, self._storages, strict=True) if a != b)
+            raise InputError(
+                f"{name} was given other memory after the forward (.data = ...), but backward reads it; run the forward again"
+            )
         given, self.given, self.watched = self.given, [], []
         return given
 
@@ -502,13 +493,7 @@ def _watched(step: Step, halves: Halves) -> tuple[tuple[str, ...], tuple[int, ..
     return tuple(watched.values()), tuple(watched)
 
 
-_ADDRESS = Tensor.data_ptr
 _NOTHING = contextlib.nullcontext()
-
-
-def _is_sharded(module: nn.Module) -> bool:
-    """Whether ``fully_shard`` was called on it."""
-    return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
 
 
 def check_region(step: Step) -> None:

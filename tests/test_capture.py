@@ -924,6 +924,49 @@ def test_inputs_that_a_forward_differentiates_have_no_gradient_in_the_step(force
         assert torch.equal(answer.gradients[name], model.get_parameter(name).grad)
 
 
+@pytest.mark.parametrize("share", [1.0, 0.9])
+def test_a_planned_force_field_trains_as_eager(share: float) -> None:
+    model = Energy(forces=True, unused=False)
+    model.a = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Dropout(0.3), nn.Linear(64, 8))
+    twin, inputs = copy.deepcopy(model), (torch.randn(64, 8), {"z": torch.randn(64, 8)})
+    found = plan(model, share, inputs=inputs, gap=0.1)
+    assert (found.overhead > 0) == (share < 1)
+    module = found.module()
+    for _ in range(2):
+        torch.manual_seed(1)
+        loss = module(*inputs)
+        loss.backward()
+        torch.manual_seed(1)
+        wanted = twin(inputs[0], {"z": inputs[1]["z"].clone()})
+        wanted.backward()
+        assert torch.equal(loss, wanted)
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
+
+
+def test_what_is_differentiated_is_given_once() -> None:
+    model, x, z = Energy(forces=True, unused=False), torch.randn(4, 8), torch.randn(4, 8)
+    with pytest.raises(CaptureError, match=r"^Energy: inputs\[1\]\['z'\], which the forward differentiates, is also inputs\[0\]"):
+        capture(model, (z, {"z": z}))
+    step = capture(model, (x, {"z": z}))
+    bind(step, (z.clone(), {"z": z}))
+    with pytest.raises(InputError, match=r"^inputs\[1\]\['z'\], which the forward differentiates, is also inputs\[0\]"):
+        bind(step, (z, {"z": z}))
+
+
+@pytest.mark.parametrize("how", [lambda x: x.requires_grad_(), lambda x: x.detach().requires_grad_()])
+def test_reentrant_checkpoints_are_refused(how):
+    model = Lambda(lambda m, x: square(m.linear(checkpoint(m.linear, how(x), use_reentrant=True))))
+    with pytest.raises(CaptureError, match=r"^Lambda has a reentrant checkpoint, .* call checkpoint with use_reentrant=False"):
+        capture(model, x8)
+
+
+@pytest.mark.parametrize("name", ["reads a gradient", "branch on data"])
+def test_gradients_may_be_looked_at_after_a_refusal(name):
+    with pytest.raises(CaptureError):
+        REFUSED[name][0]()
+    assert "grad" not in vars(Tensor) and linear().weight.grad is None
+
+
 def test_costs_leave_the_mapping():
     step = captured(mlp_case())
     times, spaces = list(range(len(step.calls))), [8] * len(step.calls)
@@ -1723,6 +1766,10 @@ REFUSED: dict[str, tuple[Callable[[], Step], str]] = {
         lambda: capture(Lambda(lambda m, x: (setattr(m.linear.bias, "grad", torch.ones(8)), square(m.linear(x)))[1]), x8),
         r"^Lambda sets the gradient of linear.bias \(.grad\) in its forward",
     ),
+    "drops a gradient": (
+        lambda: capture(Lambda(lambda m, x: (delattr(m.linear.bias, "grad"), square(m.linear(x)))[1]), x8),
+        r"^Lambda sets the gradient of linear.bias \(.grad\) in its forward",
+    ),
     "an optimizer in the forward": (
         lambda: capture(Lambda(lambda m, x: (torch.optim.SGD(m.parameters()).step(), square(m.linear(x)))[1]), x8),
         "^Lambda reads the gradient of linear",
@@ -2509,11 +2556,14 @@ class Editable(nn.Module):
         self.scale = 2.0
         self.options = {"shift": 1.0}
         self.table = np.ones(3)
+        self.factor = np.array(2.0)
+        self.code = bytearray(b"12")
         self.recent = deque([1.0, 2.0])
         self.epoch = 0
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.tied(self.layers(self.drop(x))) * self.scale + self.offset * self.table[0] * self.recent[0]
+        y = y * float(self.factor) * self.code[0]
         self.last = y.detach()
         return y + self.options["shift"]
 
@@ -2536,6 +2586,8 @@ EDITS: dict[str, tuple[Callable[[Editable], object], str]] = {
     "backward hook": (lambda m: m.register_full_backward_hook(lambda *_: None), "the model has other hooks"),
     "option": (lambda m: m.options.update(shift=2.0), "the entries of options are others"),
     "array": (lambda m: m.table.__setitem__(0, 2.0), "the entries of table are others"),
+    "array of no dimension": (lambda m: m.factor.__setitem__((), 3.0), "the entries of factor are others"),
+    "bytes": (lambda m: m.code.__setitem__(0, 3), "the entries of code are others"),
     "deque": (lambda m: m.recent.appendleft(3.0), "the entries of recent are others"),
     "deleted option": (lambda m: delattr(m, "scale"), "scale was removed"),
     "untied": (edit("tied", "weight", nn.Parameter(torch.ones(8, 8))), r"tied\.weight and layers\.0\.weight were one tensor"),
@@ -2579,6 +2631,15 @@ def test_what_the_forward_writes_to_an_array_is_no_edit():
     step = capture(model, x8)
     model(x8)
     bind(step, x8)
+
+
+def test_an_array_of_which_a_constant_shows_a_part_is_watched():
+    model = Lambda(lambda m, x: square(m.linear(x) * torch.from_numpy(m.table[:8])) * float(m.table[9]))
+    model.table = np.ones(16, dtype=np.float32)
+    step = capture(model, x8)
+    model.table[9] = 3
+    with pytest.raises(InputError, match="the entries of table are others"):
+        bind(step, x8)
 
 
 @pytest.mark.parametrize("read", [torch.from_numpy, torch.tensor])

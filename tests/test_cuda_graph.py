@@ -322,6 +322,17 @@ def test_what_draws_on_the_host_cannot_be_captured() -> None:
     assert torch.equal(generator, torch.get_rng_state())
 
 
+def test_gradients_come_one_by_one() -> None:
+    class Plain(nn.Linear):
+        def forward(self, input: Tensor, target: Tensor) -> Tensor:
+            return nn.functional.cross_entropy(super().forward(input), target)
+
+    module, _ = graphed(Plain(32, 32), 1.0)
+    loss, weights = module(*next(batches(1))), list(module.parameters())
+    with pytest.raises(InputError, match=r"a CUDA graph makes the gradients of one loss: with is_grads_batched=True, use module"):
+        torch.autograd.grad(loss, weights, grad_outputs=torch.ones(2), is_grads_batched=True)
+
+
 def test_needs_a_cuda_device() -> None:
     found = plan(Net(), 1.0, inputs=next(batches(1)))
     with pytest.raises(InputError, match="CUDA graphs need a CUDA device, and Net was captured on cpu"):

@@ -421,6 +421,17 @@ class Bounded(Net):
         return super().forward(*inputs)
 
 
+class Outer(nn.Module):
+    """Has a step as a part."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.part, self.scale = part, nn.Parameter(torch.ones(4))
+
+    def forward(self, *inputs: Any) -> Tensor:
+        return cast(Tensor, self.part(*inputs)) * self.scale.mean()
+
+
 def with_ddp(data: list[tuple[Tensor, Tensor, Tensor]]) -> None:
     for accumulate in (False, True):
         torch.manual_seed(0)
@@ -449,6 +460,18 @@ def with_fsdp2(data: list[tuple[Tensor, Tensor, Tensor]]) -> None:
         assert type(next(module.parameters())).__name__ == "DTensor"
         assert results[1][1][0].shape[0] == 16  # half of a gradient each
         same(results[1], results[0])
+    # As a part of what is sharded: the parameters are gathered into the same storages again for the backward.
+    torch.manual_seed(0)
+    model = Net()
+    twin = WithLoss(copy.deepcopy(model))
+    found = []
+    for part in (twin, planned(model, data[0]).module()):
+        outer = fully_shard(Outer(part), reshard_after_forward=True)
+        torch.manual_seed(1)
+        for _ in range(2):
+            outer(*data[0]).backward()
+        found.append([local(cast(Tensor, p.grad)) for p in part.parameters()])
+    same(found[1], found[0])
     with pytest.raises(CaptureError, match=r"is sharded .* fully_shard\(plan.module\(\)\)"):
         planned(model, data[0])
     for replan in (False, True):

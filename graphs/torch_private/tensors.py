@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,10 @@ from torch.autograd import forward_ad
 def storage_key(tensor: Tensor) -> int:
     """Identity of the storage of a tensor, fake ones included; valid as long as the tensor lives."""
     return int(tensor.untyped_storage()._cdata)
+
+
+# The same for a tensor of no subclass, in a quarter of the time where PyTorch has it.
+storage_address: Callable[[Tensor], int] = getattr(torch._C, "_storage_address", storage_key)
 
 
 def memory_of(tensor: Tensor) -> range:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,12 +34,14 @@ class InputForm:
     labels  what messages call each leaf: "inputs[0]", "inputs['labels']"
     names   keys of the outermost dict in their order, None where it is not one
     fixed   leaves that are no tensors, by index; they are part of the graph
+    alone   indices of tensors that the forward differentiates, none of which may be given twice
     """
 
     spec: TreeSpec
     labels: tuple[str, ...]
     names: tuple[str, ...] | None
     fixed: Mapping[int, object]
+    alone: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +112,21 @@ def leaves_like(form: InputForm, inputs: Inputs) -> list[Any]:
             continue
         found = "a tensor" if isinstance(leaves[i], Tensor) else repr(leaves[i])
         raise InputError(f"{form.labels[i]} is {found}, but the step was captured with {captured!r}; capture it again")
+    if (why := given_twice(form, leaves, form.alone)) is not None:
+        raise InputError(why)
     return leaves
+
+
+def given_twice(form: InputForm, leaves: Sequence[Any], alone: Iterable[int]) -> str | None:
+    """What is wrong where one of these leaves is among the inputs twice: what is differentiated by it goes through both."""
+    for i in alone:
+        other = next((j for j, leaf in enumerate(leaves) if leaf is leaves[i] and j != i), None)
+        if other is not None:
+            return (
+                f"{form.labels[i]}, which the forward differentiates, is also {form.labels[other]}, and a captured step takes "
+                f"them for two; give a copy of it as one of them"
+            )
+    return None
 
 
 def _outline(spec: TreeSpec) -> str:

@@ -54,8 +54,9 @@ def trace(
     spec: TreeSpec,
     where: torch.device,
     autocast: torch.dtype | None,
-) -> tuple[Joint, Watch, list[Leftover]]:
-    """Trace forward, loss and backward of ``body`` on the inputs with these leaves; ``state`` is that of its model.
+) -> tuple[Joint, Watch, list[Leftover], frozenset[int]]:
+    """Trace forward, loss and backward of ``body`` on the inputs with these leaves; ``state`` is that of its model. What comes
+    last are the indices of inputs that the forward makes require a gradient.
 
     Nothing is changed: not the model, whatever its forward assigns, and no generator; but for what any first call sets up (see
     ``graphs.watching``). Raises CaptureError.
@@ -81,7 +82,7 @@ def trace(
             continue
         try:
             with region():
-                return attempts.once(beside)
+                return *attempts.once(beside), frozenset(attempts.differentiated)
         except Exception as error:
             if asks and isinstance(error, CaptureError):
                 raise
@@ -122,7 +123,7 @@ class _Attempts:
         # Buffers that the forward gives other tensors. It may read the old ones: these are kept apart.
         self._assigned: set[str] = set()
         self._given: set[str] = set()  # what the forward has given other memory, through ``.data``
-        self._differentiated: set[int] = set()  # slots of inputs that the forward makes require a gradient
+        self.differentiated: set[int] = set()  # slots of inputs that the forward makes require a gradient
         self._held: dict[str, Tensor] = {}  # what the model holds during the latest call and its backward
         self._in_call = False
         self._since: Since | None = None
@@ -213,7 +214,7 @@ class _Attempts:
         """The loss, with these stand-ins for state and inputs."""
         filled = list(self.leaves)
         # What requires a gradient in the tracer's eyes gets one of the step, as only parameters should.
-        tensors_now = [t.detach() if i in self._differentiated else t for i, t in zip(self._slots, tensors_now, strict=True)]
+        tensors_now = [t.detach() if i in self.differentiated else t for i, t in zip(self._slots, tensors_now, strict=True)]
         for i, tensor in zip(self._slots, tensors_now, strict=True):
             filled[i] = tensor
         given = {f"model.{key}": tensor for key, tensor in zip(self.state, state_now, strict=True)}
@@ -236,8 +237,8 @@ class _Attempts:
             self._in_call = False
         assert isinstance(loss, Tensor)
         differentiated = {i for i, tensor in zip(self._slots, tensors_now, strict=True) if tensor.requires_grad}
-        if not differentiated <= self._differentiated:
-            self._differentiated |= differentiated
+        if not differentiated <= self.differentiated:
+            self.differentiated |= differentiated
             raise _OthersDifferentiated
         _refuse_other_gradients(self.name, loss)
         self._given |= contents.write(self._given)
@@ -295,6 +296,11 @@ def _refuse_other_gradients(name: str, loss: Tensor) -> None:
             continue
         seen.add(node)
         todo += [before for before, _ in node.next_functions]
+        if type(node).__name__ == "CheckpointFunctionBackward":
+            raise CaptureError(
+                f"{name} has a reentrant checkpoint, whose backward begins another one that a captured step would not see; call "
+                f"checkpoint with use_reentrant=False, or leave it out: a plan saves memory in its place"
+            )
         leaf = node.variable if type(node).__name__ == "AccumulateGrad" else None  # functions may have any attribute
         if leaf is not None and not isinstance(leaf, FunctionalTensor | FakeTensor):
             raise CaptureError(

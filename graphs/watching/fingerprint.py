@@ -19,7 +19,7 @@ from graphs.torch_private.running import hooks_of_all_modules
 # The parts of every nn.Module that hold its tensors, its children and its mode; each has its own check.
 OWN = frozenset({"__class__", "__dict__", "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "training"})
 _HOOKS = "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
-_ARRAY_BYTES = 1 << 16  # of larger ones no copy is kept
+_COPIED_BYTES = 1 << 16  # of larger arrays no copy is kept, which would be made again at each call
 _FRACTIONS = float, complex, np.inexact
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, np.generic)
 
@@ -46,7 +46,7 @@ class Fingerprint:
     ``surroundings``.
 
     surroundings  checks what functions of the step name outside of modules (``graphs.watching.surroundings``)
-    constants     the memory of the step's constants: what is written there is seen anyway
+    constants     the memory of the step's constants: what is written to arrays there is seen anyway
 
     ``check`` costs less than a microsecond a module.
     """
@@ -77,8 +77,8 @@ class Fingerprint:
             for key, value in zip(keys, values, strict=True):
                 if not is_box(value) or (isinstance(value, np.ndarray) and _lies_in(value, constants)):
                     continue
-                if len(value):
-                    self._boxes.append((path, key, value, content_of(value)))
+                if content := content_of(value):
+                    self._boxes.append((path, key, value, content))
                 else:
                     self._empty.append(value)
                     self._empty_names.append((path, key))
@@ -194,22 +194,26 @@ def described(value: object) -> str:
 def is_box(value: object) -> bool:
     """Whether it is a container whose entries are compared."""
     if isinstance(value, np.ndarray):
-        return 0 < value.nbytes <= _ARRAY_BYTES and value.ndim > 0 and not value.dtype.hasobject
-    return isinstance(value, dict | list | set | collections.deque | bytearray)
+        return value.nbytes <= _COPIED_BYTES and not value.dtype.hasobject
+    if isinstance(value, bytearray | collections.deque):
+        return len(value) <= _COPIED_BYTES // 8
+    return isinstance(value, dict | list | set)
 
 
 def _lies_in(array: np.ndarray[Any, Any], memory: Sequence[range]) -> bool:
-    """Whether any of an array is there."""
+    """Whether all of an array is there."""
     ways = [(n - 1) * stride for n, stride in zip(array.shape, array.strides, strict=True)]
     at = int(array.__array_interface__["data"][0])
     first, end = at + sum(way for way in ways if way < 0), at + sum(way for way in ways if way > 0) + array.itemsize
-    return any(part.start < end and first < part.stop for part in memory)
+    return any(part.start <= first and end <= part.stop for part in memory)
 
 
 def content_of(box: Any) -> list[Any]:
     """The entries of a container, flat."""
     if isinstance(box, np.ndarray):
         return [box.shape, str(box.dtype), box.tobytes()]
+    if isinstance(box, bytearray):
+        return [bytes(box)]
     return [*box.keys(), *box.values()] if isinstance(box, dict) else list(box)
 
 

@@ -83,11 +83,12 @@ def unseen_refused(name: str, where: str, given: Given | None = None) -> Iterato
     torch_bilinear = torch.bilinear
     data: Any = Tensor.data
     grad: Any = Tensor.grad
+    drop = instead(look, grad.__set__)
     with (
         patched(torch, "bilinear", instead(bilinear, torch_bilinear)),
         patched(nn.functional, "bilinear", instead(bilinear, torch_bilinear)),
         patched(Tensor, "data", property(data.__get__, instead(assign, data.__set__))),
-        patched(Tensor, "grad", property(instead(look, grad.__get__), instead(look, grad.__set__), grad.__delete__)),
+        patched(Tensor, "grad", property(instead(look, grad.__get__), instead(look, grad.__set__), lambda one: drop(one, None))),
         patched(hooks, "__enter__", instead(enter_known, enter)),
         patched(torch, "set_default_dtype", set_same),
     ):

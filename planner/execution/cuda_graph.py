@@ -18,7 +18,7 @@ from torch import Tensor
 from graphs.capture import Step
 from graphs.errors import InputError
 from graphs.torch_private.running import end_failed_capture
-from graphs.torch_private.tensors import in_place
+from graphs.torch_private.tensors import in_place, is_batched_gradient
 from planner.execute import Kept, PlannedModule, as_captured, unit_tangent
 from planner.execution.draws import repeats_by
 from planner.execution.graph_draws import GraphRepeats
@@ -256,8 +256,10 @@ class GraphedModule(PlannedModule):
                 "the values this backward needs are gone: a later call has taken their memory. A module with CUDA graphs holds "
                 f"one step at a time: call backward before the next call, or {_PLAIN}"
             )
+        if is_batched_gradient(tangent):
+            raise InputError(f"a CUDA graph makes the gradients of one loss: with is_grads_batched=True, {_PLAIN}")
         self._pending = None
-        self._released(kept)
+        kept.release()
         with torch.no_grad():
             for i in self._tangents:
                 recorded.bound[i].copy_(tangent)
