@@ -224,7 +224,7 @@ def capture(
     with ONE_TRACE_AT_A_TIME:
         joint, watch, leftovers, alone = trace(name, body, state, leaves, form.spec, where, autocast)
     form = replace(form, alone=alone)
-    if (why := given_twice(form, leaves, alone)) is not None:
+    if (why := given_twice(form, leaves)) is not None:
         raise CaptureError(f"{name}: {why}")
     graph = joint.module.graph
     names = list(state)

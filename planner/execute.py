@@ -440,16 +440,13 @@ class Kept:
     def release(self) -> list[Tensor]:
         """Everything, for one use; nothing stays here. Raises InputError where something was changed in place, or given another
         storage: PyTorch's own backward then reads the old one where an op has saved a view, and the new one elsewhere."""
-        now = versions(self.watched)
-        if now != self._versions:
-            name = next(n for n, a, b in zip(self.names, now, self._versions, strict=True) if a != b)
-            raise InputError(f"{name} was changed in place after the forward, but backward reads it; run the forward again")
-        storages = list(map(storage_address, self.watched))
-        if storages != self._storages:
-            name = next(n for n, a, b in zip(self.names, storages, self._storages, strict=True) if a != b)
-            raise InputError(
-                f"{name} was given other memory after the forward (.data = ...), but backward reads it; run the forward again"
-            )
+        for before, now, what in (
+            (self._versions, versions(self.watched), "changed in place after the forward"),
+            (self._storages, list(map(storage_address, self.watched)), "given other memory after the forward (.data = ...)"),
+        ):
+            if now != before:
+                name = next(n for n, a, b in zip(self.names, now, before, strict=True) if a != b)
+                raise InputError(f"{name} was {what}, but backward reads it; run the forward again")
         given, self.given, self.watched = self.given, [], []
         return given
 

@@ -6,6 +6,7 @@ import math
 import time
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,7 @@ from graphs import Graph, InputError, Value
 from graphs.synthetic import chain, linear_network, random_training
 from planner import Status, keep_all, simulate, solve
 from planner.chains.chain import chain_of_ops
+from planner.incumbent import REPLAY_S, REPLAY_WORK
 from planner.methods import revolve as revolve_module
 from planner.methods.revolve import equal_layers, first_jump, forward_runs
 from planner.methods.revolve import solve as revolve
@@ -64,6 +66,19 @@ def test_few_checkpoints_of_many_layers_stop_at_the_time_limit() -> None:
         assert found.status is Status.UNKNOWN and found.notes["stopped"] == "time limit"
     few = revolve(chain(30), 4, time_limit_s=0)
     assert few.schedule is not None and few.notes["slots"] == 2
+
+
+def test_no_sequence_is_written_out_that_there_is_no_time_to_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[float] = []
+    written = revolve_module._ops
+
+    def noted(*args: Any, max_runs: float) -> list[int] | None:
+        asked.append(max_runs)
+        return written(*args, max_runs=max_runs)
+
+    monkeypatch.setattr(revolve_module, "_ops", noted)
+    revolve(chain(30), 4, time_limit_s=0)
+    assert asked and max(asked) <= REPLAY_WORK * REPLAY_S
 
 
 def test_too_long_a_sequence_is_said_and_not_written(monkeypatch: pytest.MonkeyPatch) -> None:

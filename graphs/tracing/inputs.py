@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,14 +112,14 @@ def leaves_like(form: InputForm, inputs: Inputs) -> list[Any]:
             continue
         found = "a tensor" if isinstance(leaves[i], Tensor) else repr(leaves[i])
         raise InputError(f"{form.labels[i]} is {found}, but the step was captured with {captured!r}; capture it again")
-    if (why := given_twice(form, leaves, form.alone)) is not None:
+    if (why := given_twice(form, leaves)) is not None:
         raise InputError(why)
     return leaves
 
 
-def given_twice(form: InputForm, leaves: Sequence[Any], alone: Iterable[int]) -> str | None:
-    """What is wrong where one of these leaves is among the inputs twice: what is differentiated by it goes through both."""
-    for i in alone:
+def given_twice(form: InputForm, leaves: Sequence[Any]) -> str | None:
+    """What is wrong where a tensor that the forward differentiates is given twice: its derivative goes through both."""
+    for i in form.alone:
         other = next((j for j, leaf in enumerate(leaves) if leaf is leaves[i] and j != i), None)
         if other is not None:
             return (
