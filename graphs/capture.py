@@ -135,9 +135,9 @@ class Step:
             return {self.value_of[call]: call} if call.users else {}
         return {self.value_of[item]: item for item in call.users if item.users}
 
-    def with_costs(self, time_ns: Iterable[int], workspace_bytes: Iterable[int] | None = None) -> Step:
-        """The same step with other op times (and workspaces, where given), one per op."""
-        return dataclasses.replace(self, graph=self.graph.with_costs(time_ns, workspace_bytes))
+    def with_costs(self, time_ns: Iterable[int], workspace_bytes: Iterable[int] | None = None, *, costs: str = "given") -> Step:
+        """The same step with other op times (and workspaces, where given), one per op; ``costs`` says where they come from."""
+        return dataclasses.replace(self, graph=self.graph.with_costs(time_ns, workspace_bytes, costs=costs))
 
     def _views(self, reader: fx.Node) -> tuple[fx.Node, ...]:
         needed = _calls_behind(reader.all_input_nodes, self._bases)

@@ -3,7 +3,8 @@
     time = max(FLOPs / peak FLOP/s, bytes moved / memory bandwidth) + launch overhead
 
 FLOPs are counted by the formulas of ``torch.utils.flop_counter`` (multiply and add are two): matrix products, convolutions,
-attention. All other ops count none; their time is that of the bytes they move. Views are no ops and cost nothing.
+attention; by our own: recurrent layers and linear algebra. All other ops count none; their time is that of the bytes they move.
+Views are no ops and cost nothing. A higher-order op takes what the calls of its subgraph take, as often as they run.
 """
 
 from __future__ import annotations
@@ -11,60 +12,20 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, fx
 from torch.utils.flop_counter import flop_registry
 
-from graphs.errors import InputError
-from graphs.rewriting.nodes import attribute, tensors_of
+from graphs.devices import DEVICES, DeviceDescription, device_called
+from graphs.errors import InputError, a_kind
+from graphs.rewriting.nodes import attribute, subgraphs_of, tensors_of
 from graphs.torch_private.names import OpOverload
 from graphs.torch_private.tensors import storage_bytes, storage_key
 
 if TYPE_CHECKING:
     from graphs.capture import Step
-
-TERA, GIGA = 1e12, 1e9
-
-
-@dataclass(frozen=True)
-class DeviceDescription:
-    """What a device can do at best.
-
-    name                   for people
-    peak_flops             FLOP/s by dtype of the operands ("float32"); "tf32" is what float32 convolutions run at, as they do in
-                           torch unless told otherwise; a dtype that is not listed runs at the rate of float32
-    bandwidth_bytes_per_s  of its main memory
-    launch_ns              what every op costs on top: dispatch and kernel launch
-    words                  that are all in the device name torch gives ("NVIDIA A100-SXM4-80GB")
-    """
-
-    name: str
-    peak_flops: Mapping[str, float]
-    bandwidth_bytes_per_s: float
-    launch_ns: int = 5_000
-    words: frozenset[str] = frozenset()
-
-
-def _gpu(name: str, words: str, bandwidth: float, **tera_flops: float) -> DeviceDescription:
-    rates = {dtype: rate * TERA for dtype, rate in tera_flops.items()}
-    return DeviceDescription(name, rates, bandwidth * GIGA, words=frozenset(words.split()))
-
-
-# From the makers' data sheets: dense rates (no sparsity), at boost clock, matrix units where the format has them; SXM versions.
-DEVICES: Mapping[str, DeviceDescription] = {
-    # Two cores with AVX2 at 2.5 GHz (2 fused multiply-adds of 8 floats a cycle and core) on one channel of DDR4.
-    "cpu": DeviceDescription("two CPU cores", {"float32": 160 * GIGA, "float64": 80 * GIGA}, 20 * GIGA),
-    "titan_v": _gpu("TITAN V", "TITAN V", 652.8, float32=14.9, float64=7.45, float16=110),
-    "v100": _gpu("V100", "V100", 900, float32=15.7, float64=7.8, float16=125),
-    "t4": _gpu("T4", "T4", 320, float32=8.1, float16=65),
-    "a100_40gb": _gpu("A100 40GB", "A100 40GB", 1555, float32=19.5, float64=19.5, tf32=156, float16=312, bfloat16=312),
-    "a100": _gpu("A100 80GB", "A100", 2039, float32=19.5, float64=19.5, tf32=156, float16=312, bfloat16=312),
-    "h100": _gpu("H100", "H100", 3350, float32=67, float64=67, tf32=494.7, float16=989.4, bfloat16=989.4),
-    "h200": _gpu("H200", "H200", 4800, float32=67, float64=67, tf32=494.7, float16=989.4, bfloat16=989.4),
-}
 
 
 def roofline(step: Step, device: DeviceDescription | str | None = None) -> Step:
@@ -74,21 +35,30 @@ def roofline(step: Step, device: DeviceDescription | str | None = None) -> Step:
 
     Raises InputError for a name that is not there, and where the device of the step has no description.
     """
+    check_step(step, "roofline")
     if isinstance(device, DeviceDescription):
-        described = device
+        model = device
     else:
-        described = _own_description(step) if device is None else _description(device)
+        model = described(step) if device is None else _description(device)
     known: dict[str, int] = {}
     times: list[int] = []
     for node in step.calls:
         key = signature(node)
         if key not in known:
-            known[key] = _time_ns(node, described)
+            known[key] = modelled_ns(node, model)
         times.append(known[key])
-    step = step.with_costs(times)
+    step = step.with_costs(times, costs="roofline")
     if device is None:
         return step
-    return dataclasses.replace(step, graph=dataclasses.replace(step.graph, device=described.name))
+    return dataclasses.replace(step, graph=dataclasses.replace(step.graph, device=model.name))
+
+
+def check_step(step: object, what: str) -> None:
+    """Raises InputError for what is no captured step; ``what`` names the function that takes one."""
+    from graphs.capture import Step
+
+    if not isinstance(step, Step):
+        raise InputError(f"{what} takes a captured Step, as capture(model, inputs, loss=...) makes it, not {a_kind(step)}")
 
 
 def _description(name: str) -> DeviceDescription:
@@ -97,20 +67,23 @@ def _description(name: str) -> DeviceDescription:
     return DEVICES[name]
 
 
-def _own_description(step: Step) -> DeviceDescription:
-    if step.device.type == "cpu":
-        return DEVICES["cpu"]
-    words = set(re.split(r"[^A-Za-z0-9]+", step.graph.device))
-    fitting = [each for each in DEVICES.values() if each.words and each.words <= words]
-    if not fitting:
+def described(step: Step) -> DeviceDescription:
+    """The description of the device of a step. Raises InputError where there is none."""
+    found = DEVICES["cpu"] if step.device.type == "cpu" else device_called(step.graph.device)
+    if found is None:
         raise InputError(
             f"there is no description of the device {step.graph.device!r}; name a similar one ({', '.join(DEVICES)}), or give "
             f"a DeviceDescription, or measure the ops instead"
         )
-    return max(fitting, key=lambda each: len(each.words))
+    return found
 
 
-def _time_ns(node: fx.Node, device: DeviceDescription) -> int:
+def modelled_ns(node: fx.Node, device: DeviceDescription) -> int:
+    """What one call takes by the roofline: whole ns, at least 1."""
+    if inside := subgraphs_of(node):
+        # Which branch of a condition is taken is not known, nor how often a loop runs: the dearest, once.
+        once_ns = max(sum(modelled_ns(call, device) for call in _calls(each)) for each in inside)
+        return once_ns * _repeats(node) + device.launch_ns
     busy_s = max(flops(node) / _rate(node, device), moved_bytes(node) / device.bandwidth_bytes_per_s)
     return max(1, math.ceil(busy_s * 1e9) + device.launch_ns)
 
@@ -122,6 +95,20 @@ def _rate(node: fx.Node, device: DeviceDescription) -> float:
     if dtype == "float32" and "convolution" in _packet(node):
         dtype = "tf32"
     return device.peak_flops.get(dtype, device.peak_flops["float32"])
+
+
+def _calls(module: fx.GraphModule) -> Iterator[fx.Node]:
+    """Those of its calls that take time."""
+    calls = (node for node in module.graph.nodes if node.op == "call_function")
+    return (call for call in calls if subgraphs_of(call) or (isinstance(call.target, OpOverload) and not call.target.is_view))
+
+
+def _repeats(node: fx.Node) -> int:
+    """How often the subgraph of a higher-order operator runs: a map and a scan take it to each slice of their first inputs."""
+    args, _ = _values(node)
+    name = _packet(node)
+    over = args[1] if name == "map_impl" else args[2] if name == "scan" else ()
+    return int(over[0].shape[0]) if over else 1
 
 
 # What an op computes.
@@ -155,12 +142,57 @@ def _recurrent_backward(*args: Any, **_: Any) -> int:
 
 _RECURRENT = "aten._cudnn_rnn", "aten.mkldnn_rnn_layer", "belady.lstm_layer", "belady.cudnn_rnn"
 
+
+def _cubes(factor: float) -> Callable[..., int]:
+    """FLOPs of a dense method on (..., rows, columns): a multiple of the longer side times the square of the shorter one."""
+
+    def count(matrix: Tensor, *_: Any, **__: Any) -> int:
+        *batch, rows, columns = matrix.shape
+        return round(factor * math.prod(batch) * max(rows, columns) * min(rows, columns) ** 2)
+
+    return count
+
+
+def _triangular(factor: Tensor, *given: Any, **_: Any) -> int:
+    """A triangular system of equations for each column of the right side, the last tensor that is given."""
+    right = [each for each in given if isinstance(each, Tensor)][-1]
+    return right.numel() * factor.shape[-1]
+
+
+def _solved(*args: Any, **_: Any) -> int:
+    """One for each of two factors."""
+    return 2 * _triangular(*args)
+
+
+# Golub and Van Loan, Matrix Computations, 4th edition: LU and Cholesky 3.2.9 and 4.2.5, QR 5.2.2 (with the orthogonal factor),
+# symmetric eigenvalues 8.3.3 and singular values 8.6.3 with vectors, others by the QR iteration 7.5.6, the exponential 9.3.1.
+_LINEAR_ALGEBRA: Mapping[str, Callable[..., int]] = {
+    "linalg_lu_factor_ex": _cubes(2 / 3),
+    "linalg_ldl_factor_ex": _cubes(1 / 3),
+    "linalg_cholesky_ex": _cubes(1 / 3),
+    "cholesky_inverse": _cubes(2 / 3),
+    "linalg_inv_ex": _cubes(2),
+    "_linalg_det": _cubes(2 / 3),
+    "_linalg_slogdet": _cubes(2 / 3),
+    "_linalg_solve_ex": _cubes(2 / 3),
+    "linalg_qr": _cubes(4),
+    "_linalg_eigh": _cubes(9),
+    "_linalg_svd": _cubes(21),
+    "linalg_eig": _cubes(25),
+    "linalg_matrix_exp": _cubes(20),
+    "linalg_lu_solve": _solved,
+    "linalg_ldl_solve": _solved,
+    "linalg_solve_triangular": _triangular,
+    "cholesky_solve": _solved,
+}
+
 # torch has formulas for most kinds of attention, but not in every release: grouped queries and the kernel of the CPU came later.
 _OWN_FORMULAS: Mapping[str, Callable[..., int]] = {
     **{f"aten._scaled_dot_product_{name}": _attention for name in _ATTENTION},
     **{f"aten._scaled_dot_product_{name}_backward": _attention_backward for name in _ATTENTION},
     **dict.fromkeys(_RECURRENT, _recurrent),
     **dict.fromkeys((f"{name}_backward" for name in _RECURRENT), _recurrent_backward),
+    **{f"aten.{name}": formula for name, formula in _LINEAR_ALGEBRA.items()},
 }
 
 
@@ -239,8 +271,8 @@ def signature(node: fx.Node) -> str:
             number, first = storages.setdefault(storage_key(argument), (len(storages), offset))
             dtype = str(argument.dtype).removeprefix("torch.")
             return f"{dtype}{list(argument.shape)}{list(argument.stride())}@{number}{offset - first:+d}"
-        if isinstance(argument, fx.GraphModule):  # of a higher-order operator
-            return repr(argument.code)
+        if isinstance(argument, fx.GraphModule):  # of a higher-order operator, which may have others inside
+            return repr([each.code for each in argument.modules() if isinstance(each, fx.GraphModule)])
         if isinstance(argument, list | tuple):
             return f"[{', '.join(map(written, argument))}]"
         return repr(argument)

@@ -65,6 +65,8 @@ class Graph:
     resident  ids in memory from the start to the end: parameters, buffers, inputs; never freed, always counted
     outputs   ids that must be in memory at the end: loss, gradients, updated buffers
     device    what the costs and sizes were made for ("cpu", "NVIDIA H200", "" where it does not matter)
+    costs     where the op times come from ("roofline", "measured", "given"; "" where nobody says); equal graphs may
+              differ in it
 
     Derived, computed once:
     producer        producer[v]: index of the op that makes value v, -1 for a resident value
@@ -80,6 +82,7 @@ class Graph:
     resident: frozenset[int]
     outputs: frozenset[int]
     device: str = ""
+    costs: str = field(default="", compare=False)
     producer: tuple[int, ...] = field(init=False, repr=False, compare=False)
     consumers: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
     resident_bytes: int = field(init=False, repr=False, compare=False)
@@ -116,13 +119,13 @@ class Graph:
         ]
         return hashlib.sha256(json.dumps(content, separators=(",", ":")).encode()).hexdigest()[:16]
 
-    def with_costs(self, time_ns: Iterable[int], workspace_bytes: Iterable[int] | None = None) -> Graph:
-        """The same graph with other op times (and workspaces, where given), one per op."""
+    def with_costs(self, time_ns: Iterable[int], workspace_bytes: Iterable[int] | None = None, *, costs: str = "given") -> Graph:
+        """The same graph with other op times (and workspaces, where given), one per op; ``costs`` says where they come from."""
         times = _one_per_op(self, "time_ns", time_ns)
         kept = (op.workspace_bytes for op in self.ops)
         spaces = _one_per_op(self, "workspace_bytes", kept if workspace_bytes is None else workspace_bytes)
         ops = (replace(op, time_ns=t, workspace_bytes=w) for op, t, w in zip(self.ops, times, spaces, strict=True))
-        return replace(self, ops=tuple(ops))
+        return replace(self, ops=tuple(ops), costs=costs)
 
     def in_order(self, order: Sequence[int]) -> Graph:
         """The same graph with its ops in another order: op ``order[i]`` becomes op i. Values keep their numbers."""
@@ -204,7 +207,7 @@ def _check(graph: Graph) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
 
 def _check_kinds(graph: Graph) -> None:
     """Ops, values, names and lists of ids are what they are said to be."""
-    for what, text in (("name", graph.name), ("device", graph.device)):
+    for what, text in (("name", graph.name), ("device", graph.device), ("costs", graph.costs)):
         if not isinstance(text, str):
             raise InvalidGraph(f"the {what} of a graph must be a str, not {quoted(text)}")
     for v, value in enumerate(graph.values):

@@ -5,7 +5,8 @@
      "resident": [value, ...], "outputs": [value, ...],
      "ops": [{"name": ..., "inputs": [value, ...], "outputs": [value, ...], "time_ns": ...}, ...]}
 
-An op may also have ``workspace_bytes``, ``kind``, ``random``, ``effect`` and ``backward``; what is left out is 0, "" or false.
+A graph may also have ``costs``, an op ``workspace_bytes``, ``kind``, ``random``, ``effect`` and ``backward``; what is left out is
+0, "" or false.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ def to_dict(graph: Graph) -> dict[str, Any]:
         "schema": SCHEMA,
         "name": graph.name,
         "device": graph.device,
+        **({"costs": graph.costs} if graph.costs else {}),
         "values": [[value.name, value.size_bytes] for value in graph.values],
         "resident": sorted(graph.resident),
         "outputs": sorted(graph.outputs),
@@ -54,7 +56,7 @@ def from_dict(content: dict[str, Any]) -> Graph:
     """Inverse of ``to_dict``. Raises InputError saying which entry is wrong, InvalidGraph where a rule of Graph is broken."""
     if not isinstance(content, dict):
         raise InputError(f"a graph is a dict, as to_dict makes it, not {a_kind(content)}")
-    _check(content, _GRAPH_ENTRIES, {}, "the graph")
+    _check(content, _GRAPH_ENTRIES, {"costs": str}, "the graph")
     if content["schema"] != SCHEMA:
         raise InputError(f"expected the schema {SCHEMA!r}, found {quoted(content['schema'])}")
     values = []
@@ -73,7 +75,7 @@ def from_dict(content: dict[str, Any]) -> Graph:
         ends = {key: tuple(_ids(entry[key], f"{key} of {where}")) for key in ("inputs", "outputs")}
         ops.append(Op(**entry | ends))
     resident, outputs = (frozenset(_ids(content[key], key)) for key in ("resident", "outputs"))
-    return Graph(content["name"], tuple(ops), tuple(values), resident, outputs, content["device"])
+    return Graph(content["name"], tuple(ops), tuple(values), resident, outputs, content["device"], content.get("costs", ""))
 
 
 def to_text(graph: Graph) -> str:

@@ -355,12 +355,15 @@ def copied_bytes_of(target: Step | Graph) -> int | None:
 
 def graph_of(target: Step | Graph, what: str) -> Graph:
     """The graph of a Step or Graph. Raises InputError for anything else; ``what`` names the function that was called."""
-    if isinstance(target, Graph):
-        return target
+    return target if isinstance(target, Graph) else priced(captured(target, what)).graph
+
+
+def captured(target: object, what: str) -> Step:
+    """A captured step, as it is. Raises InputError for anything else; ``what`` names the function that takes it or a Graph."""
     from graphs.capture import Step
 
     if isinstance(target, Step):
-        return priced(target).graph
+        return target
     raise InputError(
         f"{what} takes a captured Step or a Graph, not {a_kind(target)}; capture(model, inputs, loss=...) makes a Step, and "
         f"plan(model, ...).step is one"
@@ -369,7 +372,7 @@ def graph_of(target: Step | Graph, what: str) -> Graph:
 
 def is_priced(step: Step) -> bool:
     """Whether ops have costs: after ``capture`` none has any."""
-    return step.graph.keep_all_time_ns > 0
+    return step.graph.costs != "" or step.graph.keep_all_time_ns > 0
 
 
 def priced(step: Step, costs: str = "auto") -> Step:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import json
+import logging
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from planner.execute import PlannedModule
 
 SCHEMA = "belady-plan-1"
+
+log = logging.getLogger("belady")
 
 
 class Status(enum.StrEnum):
@@ -146,6 +149,7 @@ class Plan:
             "recomputed_ops": trace.recomputed_ops if trace else None,
             "wall_s": self.wall_s,
             "device": self.graph.device or None,
+            "costs": self.graph.costs or None,
             "measured_time_ns": None,
             "measured_peak_bytes": None,
             "max_grad_error": None,
@@ -194,7 +198,7 @@ class Plan:
         return PlannedModule(step, schedule, self.budget_bytes)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan as JSON; the graph itself is not in it, only its fingerprint, and figures for people."""
+        """Write the plan as JSON; of the graph only its fingerprint, what its ops cost, and figures for people are in it."""
         write_whole(path, self.to_text())
 
     def to_text(self) -> str:
@@ -213,6 +217,11 @@ class Plan:
             "wall_s": self.wall_s,
             "notes": self.notes,
             "figures": {key: row[key] for key in _FIGURES},
+            "op_costs": {
+                "costs": self.graph.costs,
+                "time_ns": [op.time_ns for op in self.graph.ops],
+                "workspace_bytes": [op.workspace_bytes for op in self.graph.ops],
+            },
             "schedule": None if self.schedule is None else to_json(self.schedule),
         }
         return json.dumps(content) + "\n"
@@ -229,23 +238,56 @@ def in_a_line(kind: str, found: Any, how: str, schedule: Schedule | None, *more:
 
 
 def load_plan(path: str | os.PathLike[str], graph: Graph | Step) -> Plan:
-    """Read a plan for ``graph``; time and peak are simulated anew.
+    """Read a plan for ``graph``; time and peak are simulated anew. A step that was captured and has no costs yet gets those that
+    the plan was made with; where they are of another device, one line says so (logger "belady", level WARNING).
 
     Raises GraphMismatch where the plan was made for another graph, InputError where the file is damaged or ``graph`` is none.
     """
-    from planner.plan import graph_of  # here, since that imports this file
+    from planner.plan import captured, is_priced, priced  # here, since that imports this file
 
-    step = None if isinstance(graph, Graph) else graph
-    graph = graph_of(graph, "load_plan")
+    step = None if isinstance(graph, Graph) else captured(graph, "load_plan")
     content = read_json(path, schema=SCHEMA)
     with _told_as_damage(path):
+        costs = _costs_in(content)
+        if step is not None:
+            if not is_priced(step):
+                step = priced(step) if costs is None or len(step.calls) != len(costs["time_ns"]) else step.with_costs(**costs)
+            graph = step.graph
+        assert isinstance(graph, Graph)
         if content["fingerprint"] != graph.fingerprint():
-            raise GraphMismatch(
-                f"{path} was made for the graph {quoted(content['graph'])} ({shortened(str(content['fingerprint']))}), not for "
-                f"{quoted(graph.name)} ({graph.fingerprint()}): other shapes, costs or device; plan again"
-            )
+            raise _mismatch(path, content, graph)
         plan = _read(content, graph)
+        made_on = figures.get("device") if isinstance(figures := content.get("figures"), dict) else None
+    if made_on and graph.device and made_on != graph.device:
+        log.warning("%s was planned with op times of %s; on %s its overhead may be another", path, made_on, graph.device)
     return replace(plan, step=step)
+
+
+def _mismatch(path: str | os.PathLike[str], content: dict[str, Any], graph: Graph) -> GraphMismatch:
+    costs, what = _costs_in(content), "other shapes, costs or device; plan again"
+    if costs is not None:
+        alike = len(costs["time_ns"]) == len(graph.ops) and graph.with_costs(**costs).fingerprint() == content["fingerprint"]
+        then, now = (f" ({kind})" if kind else "" for kind in (costs["costs"], graph.costs))
+        again = f"the same ops had other costs{then} than now{now}; plan again, or load it for a step without costs"
+        what = again if alike else "other shapes or device; plan again"
+    return GraphMismatch(
+        f"{path} was made for the graph {quoted(content['graph'])} ({shortened(str(content['fingerprint']))}), not for "
+        f"{quoted(graph.name)} ({graph.fingerprint()}): {what}"
+    )
+
+
+def _costs_in(content: dict[str, Any]) -> dict[str, Any] | None:
+    """What the ops of a saved plan's graph cost, as ``with_costs`` takes it; None in older files."""
+    costs = content.get("op_costs")
+    if costs is None:
+        return None
+    if not isinstance(costs, dict) or set(costs) != {"costs", "time_ns", "workspace_bytes"}:
+        raise TypeError(f"its entry 'op_costs' is {quoted(costs)}")
+    times, spaces = costs["time_ns"], costs["workspace_bytes"]
+    lists = isinstance(times, list) and isinstance(spaces, list) and len(times) == len(spaces)
+    if not lists or not isinstance(costs["costs"], str) or any(type(n) is not int or n < 0 for n in (*times, *spaces)):
+        raise TypeError(f"its entry 'op_costs' is {quoted(costs)}")
+    return costs
 
 
 def is_saved_plan(path: str | os.PathLike[str]) -> bool:
@@ -266,6 +308,7 @@ def saved_row(path: str | os.PathLike[str]) -> dict[str, Any]:
         figures = content.get("figures", dict.fromkeys(_FIGURES))  # older files have none
         if not isinstance(figures, dict):
             raise TypeError(f"its entry 'figures' is {quoted(figures)}")
+        figures = {"costs": None, **figures}  # older files have none
         _check_kinds(figures, _FIGURES)
     # Every op runs at least once.
     ops = None if schedule is None else len(set(computes(schedule)))
@@ -333,6 +376,7 @@ _ENTRIES = {
 # Of a result row, what the graph is needed for: for people, since ``load_plan`` simulates anew.
 _FIGURES = {
     "device": str | None,
+    "costs": str | None,
     "budget_fraction": int | float | None,
     "keep_all_time_ns": int | None,
     "time_ns": int | None,

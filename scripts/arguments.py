@@ -158,7 +158,8 @@ def _target(command: argparse.ArgumentParser, *, several: bool = False, plans: b
     group.add_argument(
         "--costs",
         choices=COSTS,
-        help="op times: roofline (modelled), measured (each distinct op timed, with its workspace; cached) or auto (default): "
+        help="op times: roofline (modelled), measured (each distinct op timed, with its workspace; remembered "
+        "in ~/.cache/belady or the folder BELADY_CACHE) or auto (default): "
         "measured on CUDA, else roofline",
     )
 

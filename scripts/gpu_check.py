@@ -254,7 +254,8 @@ def captured(name: str, sizes: dict[str, int], device: str, folder: Path | None)
     path = graph_file(folder, step.graph.name)
     costed = load_graph(path)
     if len(costed.ops) == len(step.graph.ops):
-        own = step.with_costs([op.time_ns for op in costed.ops], [op.workspace_bytes for op in costed.ops])
+        times, spaces = ([getattr(op, cost) for op in costed.ops] for cost in ("time_ns", "workspace_bytes"))
+        own = step.with_costs(times, spaces, costs=costed.costs)
         if own.graph.fingerprint() == costed.fingerprint():
             return own, inputs
     raise GraphMismatch(f"{path} was made for another graph than {step.graph.name} has here: other versions or device")

@@ -24,7 +24,7 @@ from .tables import print_facts
 from .workload import OF_MODELS, Loaded, is_plan_file
 
 PLAN_FACTS = (
-    "graph", "device", "ops", "fingerprint", "method", "seed", "status", "budget_bytes", "budget_fraction", "time_ns",
+    "graph", "device", "costs", "ops", "fingerprint", "method", "seed", "status", "budget_bytes", "budget_fraction", "time_ns",
     "keep_all_time_ns", "overhead", "bound_ns", "restricted_bound_ns", "gap", "peak_bytes", "recomputed_ops", "wall_s",
 )  # fmt: skip
 
@@ -48,6 +48,7 @@ def _of_graph(arguments: argparse.Namespace) -> int:
         row = {
             "graph": graph.name,
             "device": graph.device or None,
+            "costs": graph.costs or None,
             "ops": len(graph.ops),
             "backward_ops": sum(op.backward for op in graph.ops),
             "random_ops": sum(op.random for op in graph.ops),

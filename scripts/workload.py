@@ -66,6 +66,9 @@ class Loaded:
             raise InputError(f"{name} cannot be built: {str(error).strip().partition(chr(10))[0] or 'out of memory'}") from error
         status(f"capturing {name}")
         step = capture(model, self.inputs, loss=loss, name=step_name(Path(name).stem if ":" in name else name, sizes))
+        if arguments.costs is None and getattr(arguments, "plan", None):
+            self.step, self.graph = step, step.graph  # with a saved plan come the costs that it was made with
+            return
         costs = "auto" if arguments.costs is None else arguments.costs
         status(f"pricing {len(step.graph.ops)} ops ({costs})")
         self.step = with_costs(step, costs, progress=lambda done, total: status(f"timing distinct ops: {done} of {total}"))

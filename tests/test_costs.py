@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch._higher_order_ops.map import map as higher_order_map
 
 from graphs.capture import Step, capture
-from graphs.costs import DEVICES, DeviceDescription, flops, moved_bytes, roofline, signature
+from graphs.costs import flops, modelled_ns, moved_bytes, roofline, signature
+from graphs.devices import DEVICES, DeviceDescription, device_called
 from graphs.errors import InputError
 from graphs.workloads import build
 
@@ -175,3 +179,65 @@ def test_signatures_tell_calls_apart_that_do_other_work() -> None:
         signatures(lambda w, x: torch.mm(w, x[:, :3]) * 2, x),  # another shape
     ):
         assert other != same
+
+
+def mapped(inner: Callable[[Tensor], Tensor]) -> Step:
+    """A step that takes a function to each of four slices of three numbers."""
+    return capture(OneOp(lambda w, x: higher_order_map(lambda each: inner(each), w * x), 4, 3), (torch.randn(4, 3),))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+def test_a_higher_order_op_takes_what_its_calls_take_as_often_as_they_run() -> None:
+    def calls(step: Step) -> list[fx.Node]:
+        return [node for node in step.calls if str(node.target) == "map_impl"]
+
+    fast = DeviceDescription("fast", {"float32": 1e30}, 1e30, launch_ns=7)  # a call takes 8 ns: 7, and less than 1 rounded up
+    forward, _ = calls(mapped(lambda each: each.view(3, 1).sin().exp().sum()))
+    assert modelled_ns(forward, fast) == 4 * 3 * 8 + 7, "a view takes nothing"
+    nested, _ = calls(mapped(lambda each: higher_order_map(lambda one: one.sin(), each).sum()))
+    assert modelled_ns(nested, fast) == 4 * ((3 * 8 + 7) + 8) + 7
+    other, _ = calls(mapped(lambda each: higher_order_map(lambda one: one.cos(), each).sum()))
+    assert signature(nested) != signature(other)
+
+
+def test_linear_algebra_counts_cubes() -> None:
+    step = capture(OneOp(lambda w: torch.linalg.inv(w + 8 * torch.eye(6)), 2, 6, 6), ())
+    assert flops(only(step, "aten.linalg_inv_ex")[1]) == 2 * 2 * 6**3
+    step = capture(OneOp(lambda w: torch.linalg.solve_triangular(w + 8 * torch.eye(6), torch.ones(6, 4), upper=True), 6, 6), ())
+    assert flops(only(step, "aten.linalg_solve_triangular")[1]) == 6 * 6 * 4
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"peak_flops": {"bfloat16": 1e12}}, "odd: peak_flops needs the rate of 'float32'"),
+        ({"peak_flops": {"float32": -1e12}}, r"odd: peak_flops\['float32'\] must be a number above 0, not -1"),
+        ({"peak_flops": {"float32": float("nan")}}, "must be a number above 0, not nan"),
+        ({"bandwidth_bytes_per_s": 0}, "odd: bandwidth_bytes_per_s must be a number above 0, not 0"),
+        ({"launch_ns": 2.5}, "odd: launch_ns must be an int >= 0, not 2.5"),
+    ],
+)
+def test_a_device_that_cannot_be_is_refused(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        DeviceDescription(**{"name": "odd", "peak_flops": {"float32": 1e12}, "bandwidth_bytes_per_s": 1e9, **wrong})
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA A100-PCIE-40GB", "a100_40gb"),
+        ("NVIDIA H100 PCIe", "h100_pcie"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("Tesla V100-SXM2-16GB", "v100"),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
+        ("NVIDIA GeForce RTX 4090", None),
+    ],
+)
+def test_devices_are_known_by_their_names(name: str, key: str | None) -> None:
+    assert device_called(name) is (DEVICES[key] if key else None)
+
+
+def test_the_roofline_is_for_steps() -> None:
+    with pytest.raises(InputError, match=r"roofline takes a captured Step, as .* not a Linear"):
+        roofline(nn.Linear(2, 2))  # type: ignore[arg-type]

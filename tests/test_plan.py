@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from graphs import Graph, GraphMismatch, InfeasibleBudget, InputError, InvalidSchedule, NoScheduleFound, Op, Value
-from graphs.capture import capture
+from graphs.capture import Step, capture
 from graphs.synthetic import linear_network, random_training
 from online import compare, run
 from planner import Compute, Status, keep_all, load_plan, min_budget, plan, plans, simulate, solve
@@ -255,6 +255,57 @@ def test_where_a_graph_is_wanted_a_step_is_told_where_its_graph_is() -> None:
     for attempt in (keep_all, lambda it: simulate(it, ()), lambda it: solve(it, 30)):
         with pytest.raises(InputError, match=r"^\w+ takes a Graph \(that of a captured Step is step\.graph\), not a Step$"):
             attempt(step)  # type: ignore[arg-type]
+
+
+def test_a_saved_plan_brings_the_costs_that_it_was_made_with(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def captured() -> Step:
+        torch.manual_seed(0)
+        model = nn.Sequential(*[part for _ in range(4) for part in (nn.Linear(16, 16), nn.Tanh())])
+        return capture(model, torch.randn(64, 16), loss=lambda y: y.square().sum())
+
+    step, path = captured(), tmp_path / "plan.json"
+    found = plan(step.with_costs(times := range(100, 100 + len(step.calls))), 0.8)
+    assert found.graph.costs == "given" and found.row()["costs"] == "given"
+    found.save(path)
+    loaded = load_plan(path, captured())
+    assert loaded.step is not None and [op.time_ns for op in loaded.step.graph.ops] == [*times]
+    assert loaded.graph.costs == "given" and loaded.time_ns == found.time_ns
+    loaded.module()(torch.randn(64, 16)).backward()
+    modelled = with_costs(captured(), "roofline")
+    with pytest.raises(
+        GraphMismatch, match=r"the same ops had other costs \(given\) than now \(roofline\); plan again, or load it"
+    ):
+        load_plan(path, modelled)
+    with pytest.raises(GraphMismatch, match="other shapes or device; plan again"):
+        load_plan(path, capture(nn.Linear(3, 3), torch.randn(2, 3), loss=lambda y: y.sum()))
+    told = [record.getMessage() for record in caplog.records if record.name == "belady"]
+    assert not told
+    elsewhere = replace(modelled.graph, device="NVIDIA H200")
+    plan(elsewhere, 1.0).save(path)
+    assert load_plan(path, captured()).graph == modelled.graph
+    (told_now,) = (record.getMessage() for record in caplog.records if record.name == "belady")
+    assert told_now == f"{path} was planned with op times of NVIDIA H200; on cpu its overhead may be another"
+
+
+def test_costs_of_nothing_are_costs() -> None:
+    step = capture(nn.Linear(4, 4), torch.randn(2, 4), loss=lambda y: y.sum())
+    found = plan(step.with_costs([0] * len(step.calls)), 1.0)
+    assert found.graph.keep_all_time_ns == found.time_ns == 0
+
+
+def test_plans_for_other_shapes_have_costs_of_the_same_kind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("BELADY_CACHE", str(tmp_path))
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU()), torch.randn(4, 8)
+    kinds: list[str] = []
+
+    def noted(step: Step, kind: str) -> Step:
+        kinds.append(kind)
+        return with_costs(step, kind)
+
+    monkeypatch.setattr("planner.execution.replan.with_costs", noted)
+    for costs in ("measured", "roofline"):
+        plan(model, 1.0, inputs=x, loss=lambda y: y.sum(), costs=costs).module(replan=True)(torch.randn(3, 8))
+    assert kinds == ["measured", "roofline"]
 
 
 def test_a_saved_plan_is_for_its_graph_only(ladder: Graph, tmp_path) -> None:  # type: ignore[no-untyped-def]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,11 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+import graphs.made_up as made_up
 import graphs.profile as profile
 from graphs.capture import Step, capture
 from graphs.collection import WORKLOADS
-from graphs.costs import signature
+from graphs.costs import roofline, signature
 from graphs.errors import InputError
+from graphs.made_up import arguments_of
+from graphs.op_times import OpTimes
 from graphs.profile import measured, taken_beside
 from graphs.torch_private.tensors import storage_key
 from graphs.workloads import build
@@ -176,7 +180,7 @@ def test_the_generators_are_left_alone_and_nothing_is_printed(
 )
 @pytest.mark.usefixtures("nothing_may_run")
 def test_a_damaged_cache_is_refused_and_kept(step: Step, tmp_path: Path, content: str, request: pytest.FixtureRequest) -> None:
-    path = profile._Cache(step.device, tmp_path)._path
+    path = OpTimes(step.device, tmp_path).path
     path.write_text(content)
     with pytest.raises(InputError, match=f"{path.name}.*delete this file"):
         measured(step, cache_dir=tmp_path)
@@ -204,14 +208,18 @@ def test_a_cache_folder_that_cannot_be_is_refused(step: Step, tmp_path: Path) ->
 
 
 def test_repeats_must_be_positive(step: Step, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="repeats must be at least 1, not 0"):
-        measured(step, cache_dir=tmp_path, repeats=0)
+    for repeats in (0, 2.5, "3"):
+        with pytest.raises(InputError, match=f"repeats must be a whole number of at least 1, not '?{repeats}"):
+            measured(step, cache_dir=tmp_path, repeats=repeats)  # type: ignore[arg-type]
+    for other in (step.graph, step.model):
+        with pytest.raises(InputError, match=r"measured takes a captured Step, as .* not a (Graph|Net)"):
+            measured(other)  # type: ignore[arg-type]
 
 
 def test_arguments_are_laid_out_as_captured_and_valid(step: Step) -> None:
     """Same dtype, shape, strides and sharing as in the graph; numbers in [0.1, 1); indices in range."""
     for node in step.calls:
-        args, kwargs = profile._arguments(node, step.device)
+        args, kwargs = arguments_of(node, step.device)
         fakes = [n.meta["val"] for n in node.all_input_nodes]
         reals = [a for a in [*args, *kwargs.values()] if isinstance(a, Tensor)]
         reals += [t for a in args if isinstance(a, list | tuple) for t in a if isinstance(t, Tensor)]
@@ -224,7 +232,7 @@ def test_arguments_are_laid_out_as_captured_and_valid(step: Step) -> None:
             else:
                 assert tensor.min() >= 0 and tensor.max() < 50
     (lookup,) = (node for node in step.calls if str(node.target) == "aten.embedding.default")
-    assert profile._arguments(lookup, step.device)[0][1].unique().numel() > 1, "lookups of one row only would be too fast"
+    assert arguments_of(lookup, step.device)[0][1].unique().numel() > 1, "lookups of one row only would be too fast"
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
@@ -249,6 +257,15 @@ def _(x: Tensor) -> Tensor:
     return torch.empty_like(x)
 
 
+@torch.library.custom_op("belady_tests::doubled", mutates_args=())
+def doubled(x: Tensor) -> Tensor:
+    return 2 * x
+
+
+doubled.register_fake(torch.empty_like)
+doubled.register_autograd(lambda ctx, gradient: 2 * gradient)
+
+
 class Lambda(nn.Module):
     def __init__(self, function: object) -> None:
         super().__init__()
@@ -271,10 +288,10 @@ def test_pivots_are_places_of_rows(tmp_path: Path) -> None:
             return solved + torch.lu_unpack(factors, pivots)[2].square().mean()
 
     step = capture(Solving(8, 8), torch.randn(3, 8, 8))
-    reads = {node.target: node for node in step.calls if node.target in profile._READ_PIVOTS}
+    reads = {node.target: node for node in step.calls if node.target in made_up.READ_PIVOTS}
     assert set(reads) == {torch.ops.aten.linalg_lu_solve.default, torch.ops.aten.lu_unpack.default}
     for node in reads.values():
-        (pivots,) = (each for each in profile._arguments(node, step.device)[0] if getattr(each, "dtype", None) == torch.int32)
+        (pivots,) = (each for each in arguments_of(node, step.device)[0] if getattr(each, "dtype", None) == torch.int32)
         assert torch.equal(pivots, torch.arange(1, 9, dtype=torch.int32).expand(3, 8))
     assert measured(step, cache_dir=tmp_path, repeats=1).graph.keep_all_time_ns > 0
 
@@ -304,10 +321,37 @@ def test_an_op_with_an_outside_effect_is_not_run(step: Step, tmp_path: Path, mon
     assert priced.graph.ops[acting] == ops[acting]
 
 
-def test_an_op_that_cannot_run_alone_is_named(tmp_path: Path) -> None:
+def test_an_op_that_cannot_run_alone_is_named_and_modelled(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     step = capture(Lambda(lambda h, x: (h * only_ones(x)).sum()), torch.ones(4, 4))
-    with pytest.raises(InputError, match=r"only_ones.* cannot be timed alone: ValueError: not all ones; use the roofline costs"):
+    alike = [i for i, op in enumerate(step.graph.ops) if "only_ones" in op.kind]
+    for _ in range(2):  # it is not remembered
+        caplog.clear()
+        priced = measured(step, cache_dir=tmp_path, repeats=1).graph
+        (told,) = (record.getMessage() for record in caplog.records if record.name == "belady")
+        assert re.fullmatch(
+            r"1 kinds of ops cannot be timed alone and have modelled times: only_ones .*: ValueError: not all ones", told
+        )
+        modelled = roofline(step).graph
+        assert alike and all(priced.ops[i].time_ns == modelled.ops[i].time_ns for i in alike)
+        assert priced.ops != modelled.ops and priced.costs == "measured"
+    monkeypatch.setattr(profile, "described", unknown)
+    with pytest.raises(InputError, match=r"only_ones .*cannot be timed alone: ValueError: not all ones; there is no description"):
         measured(step, cache_dir=tmp_path, repeats=1)
+
+
+def unknown(_: Step) -> None:
+    raise InputError("there is no description of the device")
+
+
+def test_other_programs_are_measured_each_time_and_pytorchs_once(tmp_path: Path) -> None:
+    step = capture(Lambda(lambda h, x: doubled(h * x).sum()), torch.ones(4, 4))
+    names = [str(node.target) for node in step.calls]
+    assert "belady_tests.doubled.default" in names and len(set(names)) > 2
+    assert counts(step, tmp_path)[-1] == (distinct(step), distinct(step))
+    assert counts(step, tmp_path)[-1] == (names.count("belady_tests.doubled.default"),) * 2
+    assert "doubled" not in OpTimes(step.device, tmp_path).path.read_text()
 
 
 def statistics(*at_once: int, blocks: Sequence[int] = ()) -> tuple[dict[str, int], dict[str, int]]:
@@ -345,6 +389,6 @@ def test_seeds_of_attention_are_given_on_the_host_where_its_backward_reads_them(
     given = {a.name: graph.placeholder(a.name) for a in schema.arguments if isinstance(a.type, torch.TensorType)}
     arguments = [given.get(a.name, 0.1) for a in schema.arguments if not a.kwarg_only]
     call = graph.call_function(torch.ops.aten._scaled_dot_product_efficient_attention_backward.default, tuple(arguments))
-    assert profile._on_host(call) == [given["philox_seed"], given["philox_offset"]]
+    assert made_up._on_host(call) == [given["philox_seed"], given["philox_offset"]]
     flash = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
-    assert profile._on_host(graph.call_function(flash, tuple(given.values()))) == []
+    assert made_up._on_host(graph.call_function(flash, tuple(given.values()))) == []

@@ -91,8 +91,8 @@ def test_row_has_what_the_readme_promises(chain_2: Graph) -> None:
     assert json.loads(json.dumps(row)) == row == {
         "graph": "chain_2", "method": "test", "seed": 0, "budget_bytes": 3, "budget_fraction": 0.75, "status": "OPTIMAL",
         "time_ns": 6, "keep_all_time_ns": 5, "overhead": pytest.approx(0.2), "bound_ns": 6, "restricted_bound_ns": None,
-        "gap": 0.0, "peak_bytes": 3, "recomputed_ops": 1, "wall_s": 0.25, "device": "cpu", "measured_time_ns": None,
-        "measured_peak_bytes": None, "max_grad_error": None,
+        "gap": 0.0, "peak_bytes": 3, "recomputed_ops": 1, "wall_s": 0.25, "device": "cpu", "costs": None,
+        "measured_time_ns": None, "measured_peak_bytes": None, "max_grad_error": None,
     }  # fmt: skip
 
 
@@ -163,7 +163,7 @@ def test_every_missing_entry_is_named(chain_2: Graph, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     found(chain_2, keep_all(chain_2), 4).save(path)
     content = json.loads(path.read_text())
-    for entry in content.keys() - {"schema", "graph", "figures"}:
+    for entry in content.keys() - {"schema", "graph", "figures", "op_costs"}:
         path.write_text(json.dumps({key: value for key, value in content.items() if key != entry}))
         with pytest.raises(InputError, match=f"plan.json is damaged: it has no entry '{entry}'"):
             load_plan(path, chain_2)

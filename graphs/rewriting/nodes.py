@@ -27,13 +27,17 @@ def attribute(node: fx.Node) -> Any:
     return operator.attrgetter(str(node.target))(node.graph.owning_module)
 
 
+def subgraphs_of(node: fx.Node) -> list[fx.GraphModule]:
+    """What a call of a higher-order operator is given to run; none for others."""
+    return [each for n in node.all_input_nodes if n.op == "get_attr" and isinstance(each := attribute(n), fx.GraphModule)]
+
+
 def is_random(node: fx.Node) -> bool:
     """Whether a call may draw random numbers; a call of a higher-order operator does where its subgraph does."""
     if calls_foreign(node):
         return bool(tensors_of(node))  # else it acts on the outside world, and runs once
     if not isinstance(node.target, OpOverload):
-        subgraphs = [attribute(n) for n in node.all_input_nodes if n.op == "get_attr"]
-        return any(is_random(n) for sub in subgraphs for n in sub.graph.nodes if n.op == "call_function")
+        return any(is_random(n) for sub in subgraphs_of(node) for n in sub.graph.nodes if n.op == "call_function")
     if torch.Tag.nondeterministic_seeded not in node.target.tags:
         return False
     for i, argument in enumerate(node.target._schema.arguments):

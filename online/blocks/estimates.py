@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, UntypedStorage
 from torch.utils.flop_counter import flop_registry
 
-from graphs.costs import DEVICES, DeviceDescription, flops_of
+from graphs.costs import flops_of
+from graphs.devices import DEVICES, DeviceDescription, device_called
 from graphs.errors import InputError
 from graphs.rewriting.sizes import cuda_bytes
 from graphs.torch_private.names import tree_leaves, tree_map_only
@@ -111,6 +112,4 @@ def _described(device: torch.device) -> DeviceDescription:
     """The description that fits a device best; of a GPU that has none, that of the slowest."""
     if device.type != "cuda":
         return DEVICES["cpu"]
-    words = set(torch.cuda.get_device_name(device).replace("-", " ").split())
-    fitting = [each for each in DEVICES.values() if each.words and each.words <= words]
-    return max(fitting, key=lambda each: len(each.words), default=DEVICES["t4"])
+    return device_called(torch.cuda.get_device_name(device)) or DEVICES["t4"]

@@ -15,7 +15,7 @@ from graphs.torch_private.running import left_to_run
 from graphs.torch_private.tensors import storage_key
 from graphs.tracing.inputs import plain
 from planner.execute import PlannedModule, inputs_of_call
-from planner.plan import plan, with_costs
+from planner.plan import COSTS, plan, with_costs
 from planner.result import Plan
 
 log = logging.getLogger("belady")
@@ -25,10 +25,10 @@ class ReplanningModule(PlannedModule):
     """``PlannedModule`` that keeps one plan per input shape, all for the same model and the same bytes.
 
     Inputs of a shape that is new are captured and planned for when they come first, with ``options`` (of ``planner.plan``;
-    by default the method and the seed of the first plan), and one line about it is logged (logger "belady", level INFO). A
-    number or text among the inputs that is new counts as a new shape, and so do inputs of which others share their memory. A
-    shape has several plans, at most ``MOST_BRANCHES``, where the model asks its inputs in its forward and goes on otherwise than
-    for the example; the one used last is tried first.
+    by default the method, the seed and the kind of costs of the first plan), and one line about it is logged (logger "belady",
+    level INFO). A number or text among the inputs that is new counts as a new shape, and so do inputs of which others share their
+    memory. A shape has several plans, at most ``MOST_BRANCHES``, where the model asks its inputs in its forward and goes on
+    otherwise than for the example; the one used last is tried first.
     ``code`` and ``peak_bytes`` are those of the first plan; ``planned`` is how many there are.
 
     A call raises what ``plan`` raises for its inputs: InfeasibleBudget where they need more than the budget, CaptureError.
@@ -47,7 +47,8 @@ class ReplanningModule(PlannedModule):
         assert step is not None and schedule is not None
         super().__init__(step, schedule, first.budget_bytes)
         self._plan = first
-        self._options = {"method": first.method, "seed": first.seed, **options}
+        costs = step.graph.costs if step.graph.costs in COSTS else "auto"  # those that the caller gave are for these shapes
+        self._options = {"method": first.method, "seed": first.seed, "costs": costs, **options}
         like: dict[int, Tensor] = {}
         memory: dict[int, int] = {}
         for source, node in zip(step.sources, step.module.graph.find_nodes(op="placeholder"), strict=True):
@@ -90,7 +91,7 @@ class ReplanningModule(PlannedModule):
         name, loss = self._step.graph.name, self._step.body.loss
         # Autograd hands the gradients to the hooks of parameters here, as it does with the first plan.
         step = capture(self._step.model, inputs, loss=loss, name=name, autocast=self._step.autocast, gradient_hooks=True)
-        step = with_costs(step, options.pop("costs", "auto"))
+        step = with_costs(step, options.pop("costs"))
         found = plan(step, before.budget_bytes, **options)
         module = found.module()
         sizes = ", ".join(str(tuple(leaf.shape)) for leaf in tree_flatten(plain(inputs))[0] if isinstance(leaf, Tensor))
