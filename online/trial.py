@@ -52,6 +52,9 @@ class Trials:
         self._step, self._inputs, self._seed, self._repeats = step, inputs, seed, repeats
         self._reference: dict[str, Tensor] | None = None
         self._resident_before_backward = resident_before_backward(step)
+        with _as_before(step):  # what the first step of a process sets up is no part of a step
+            torch.manual_seed(seed)
+            _backward(step.eager(inputs))
         self.plain = self._try(lambda: _backward(step.eager(inputs)), self._resident_before_backward)
 
     def planned(self, plan: Plan) -> Trial:
@@ -113,11 +116,16 @@ def _largest_difference(wanted: dict[str, Tensor], found: dict[str, Tensor]) -> 
 def _as_before(step: Step) -> Iterator[Callable[[], None]]:
     """Gives a function that puts buffers back and drops gradients; at the end all is as it was, generators too."""
     model = step.model
+    registered = [(part, dict(part.named_buffers(recurse=False))) for part in model.modules()]
     buffers = [(buffer, buffer.detach().clone()) for buffer in step.buffers.values()]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
 
     @torch.no_grad()
     def restore() -> None:
+        for part, by_name in registered:
+            for name, buffer in by_name.items():
+                if getattr(part, name) is not buffer:  # eager execution has put another one there
+                    setattr(part, name, buffer)
         for buffer, content in buffers:
             buffer.copy_(content)
         for parameter, _ in gradients:

@@ -40,7 +40,7 @@ def listed(budgets: Iterable[int | float | str] | int | float | str, what: str) 
     """Several budgets, or one, as a list. Raises InputError for what cannot be used; ``what`` names the function it was given."""
     if isinstance(budgets, Real | str):
         budgets = [budgets]
-    if not isinstance(budgets, Iterable):
+    if not isinstance(budgets, Iterable) or isinstance(budgets, bytes | bytearray) or getattr(budgets, "ndim", 1) == 0:
         raise InputError(f"{what} takes a list of budgets, not {quoted(budgets)}")
     budgets = list(budgets)
     for budget in budgets:
@@ -70,8 +70,8 @@ def _parsed(budget: int | float | str) -> int | float:
             if not number:
                 raise _unusable(budget)
             return float(number)
-        if not match[2] and number.denominator != 1:  # "1.5" is neither bytes nor a share
-            raise _unusable(budget)
+        if not match[2] and (number.denominator != 1 or re.fullmatch(r"[0-9]*\.[0-9]*", match[1])):
+            raise _unusable(budget)  # "1.5" is neither bytes nor a share; nor is "2.0", which looks like one
         budget = int(number * _UNITS[match[2]])
     if isinstance(budget, Integral):
         if budget > WRITTEN:

@@ -8,14 +8,14 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from graphs.errors import InputError
+from graphs.errors import InputError, quoted
 from graphs.ir import Graph
 from planner.bounds import least_bytes
 from planner.budget import format_bytes, listed, resolve_budget
 from planner.least.pebbling import least_peak
 from planner.least.smallest import smaller_and_smaller
 from planner.live import on_terminal, shown, smallest_line
-from planner.plan import check_numbers, check_options, graph_of, solve, step_of
+from planner.plan import check_numbers, check_options, checked_method, graph_of, solve, step_of
 from planner.result import Plan, Status
 from planner.schedule import Schedule, computes, in_graph_order, keep_all
 from planner.simulate import simulate
@@ -56,6 +56,9 @@ def plans(
     """
     budgets = listed(budgets, "plans")
     capture = {name: options.pop(name) for name in ("inputs", "loss", "costs", "device", "autocast") if name in options}
+    checked_method(method, {"gap": gap, "time_limit_s": time_limit_s, "seed": seed} | options)  # before a model is captured
+    if done is not None and not callable(done):
+        raise InputError(f"done must be a function that takes a Plan, not {quoted(done)}")
     target = step_of(model, **capture)
     graph = target if isinstance(target, Graph) else target.graph
     peak_bytes = simulate(graph, keep_all(graph)).peak_bytes
@@ -63,11 +66,12 @@ def plans(
     if not wanted:
         raise InputError("plans needs at least one budget")
     found: dict[int, Plan] = {}
+    start: Schedule | None = options.pop("start", None)
     best: Schedule | None = None
     interrupted = False
     progress, ascending = options.pop("progress", None), sorted(set(wanted))
     for number, budget_bytes in enumerate(ascending, start=1):
-        within = partial(solve, graph, budget_bytes, method=method, gap=gap, seed=seed, start=best, **options)
+        within = partial(solve, graph, budget_bytes, method=method, gap=gap, seed=seed, start=best or start, **options)
         what = f"{method} in {format_bytes(budget_bytes)} ({number} of {len(ascending)})"
         try:
             with shown(progress, what, graph) as told:

@@ -38,6 +38,7 @@ the step holds: parameters, inputs, gradients, activations and workspace.
 
 Exit codes: 0 done; 2 bad input or a budget proved too small; 3 nothing found, nothing ruled out, or a cell
 of a sweep failed; 130 interrupted, what was found is written; 141 nobody reads standard output any more.
+In a sweep, what is proved too small or not found is a row, and no error.
 """
 
 

@@ -25,7 +25,7 @@ from planner.simulate import simulate
 from .arguments import solver_options
 from .entry import BAD_INPUT, DONE, INTERRUPTED, NOTHING_FOUND
 from .output import computing, progress_bar, tell
-from .results import give_plan, give_rows, has_table, save_plan, tell_halves, tell_interrupted, tell_written
+from .results import give_plan, give_rows, has_table, save_plan, tell_dearer, tell_halves, tell_interrupted, tell_written
 from .rows import RowFile, read_rows
 from .tables import print_comparison, print_sweep, print_workloads
 from .workload import Loaded, graphs_of
@@ -53,6 +53,8 @@ def diff_command(arguments: argparse.Namespace) -> int:
         )
     if has_table(arguments):  # before anything is written, which may fail
         print_comparison(comparison)
+    for block in comparison.blocks:
+        tell_dearer(block.plan)
     give_rows(arguments, comparison.rows())
     if arguments.plot:
         from .plots import draw_comparison
@@ -160,21 +162,30 @@ def sweep_command(arguments: argparse.Namespace) -> int:
     made = {sweep.key_of(row) for row in found if not (arguments.retry and row.get("status") == sweep.FAILED)}
     missing = [cell for cell in cells if cell.key not in made]
     interrupted = False
+    unwritten: InputError | None = None  # told after the table
     try:
         with progress_bar() as bar, closing(sweep.work(graphs, missing, arguments.jobs)) as work:
             task = bar.add_task("cells", total=len(cells), completed=len(cells) - len(missing))
             for cell, row in work:
-                found.append(row if file is None else file.append(row))
+                found.append(row)
+                if file is not None:
+                    found[-1] = file.append(row)
                 bar.update(task, advance=1, description=f"{graphs[cell.fingerprint].name} {cell.method}")
+    except InputError as error:
+        unwritten = error
     except KeyboardInterrupt:
         interrupted = True
         if file is not None:  # it may have come between a row's way to the file and to the list
-            found = read_rows(file.path)
+            with suppress(InputError):
+                found = read_rows(file.path)
     settled = sweep.settle(found)
     if file is not None:
         others = [row for row in found if sweep.key_of(row) is None]
-        if not interrupted and [*others, *settled] != found:
-            file.replace([*others, *settled])
+        if not interrupted and unwritten is None:
+            try:
+                file.keep([*others, *settled])
+            except InputError as error:
+                unwritten = error
         file.close()
     by_key = {sweep.key_of(row): row for row in settled}
     places = {fingerprint: place for place, fingerprint in enumerate(graphs)}
@@ -186,7 +197,8 @@ def sweep_command(arguments: argparse.Namespace) -> int:
             if of_graph := [row for row in rows if row["fingerprint"] == fingerprint]:
                 print_sweep(graph, of_graph, ground[fingerprint])
     if rows:  # interrupted before the first, there is nothing to write or to draw
-        tell_written(arguments, "rows", arguments.out)
+        if unwritten is None:
+            tell_written(arguments, "rows", arguments.out)
         give_rows(arguments, rows)
         if arguments.plot:
             from .plots import draw_sweep
@@ -196,11 +208,13 @@ def sweep_command(arguments: argparse.Namespace) -> int:
             tell_written(arguments, "picture", arguments.plot)
     failed = [row for row in rows if row["status"] == sweep.FAILED]
     for row in failed:
-        tell(f"{row['graph']}, {row['method']}, {row['budget_bytes']:,} bytes: {row['reason']}")
+        tell(f"{row['graph']}, {row['method']}, {row['budget_bytes']:,} bytes: {row.get('reason')}")
     if interrupted:
         more = f"; {len(cells) - len(rows)} of {len(cells)} rows are missing, the same command goes on" if arguments.out else ""
         tell(f"interrupted{more}")
         return INTERRUPTED
+    if unwritten is not None:
+        raise unwritten
     return NOTHING_FOUND if failed else DONE
 
 

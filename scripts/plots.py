@@ -45,20 +45,20 @@ def draw_overhead(axes: Axes, rows: Sequence[dict[str, Any]], methods: Sequence[
     lines: dict[str, list[tuple[float, float]]] = defaultdict(list)
     bounds: dict[float, float] = {}
     for row in sorted(rows, key=lambda row: row["budget_bytes"]):
-        share, base = row["budget_fraction"] or 1.0, row["keep_all_time_ns"]  # a graph without bytes has no shares
+        share, base = _share(row), row["keep_all_time_ns"]
         overhead = float("nan") if row["overhead"] is None else 100 * row["overhead"]  # nothing there: the line is broken
         lines[row["method"]].append((share, overhead))
         if row["bound_ns"] is not None and base:
             bounds[share] = max(bounds.get(share, 0.0), 100 * (row["bound_ns"] / base - 1))
     bounds.setdefault(1.0, 0.0)
     shares = sorted(bounds)
-    left = min([*shares, *(row["budget_fraction"] or 1.0 for row in rows)]) - 0.03
+    left = min([*shares, *map(_share, rows)]) - 0.03
     # What is proved for a budget holds for every smaller one, and for nothing between it and the next larger: steps.
     for smaller, larger in reversed(list(pairwise(shares))):
         bounds[smaller] = max(bounds[smaller], bounds[larger])
     ground = [bounds[shares[0]], *(bounds[share] for share in shares)]
     axes.fill_between([left, *shares], ground, color="0.85", step="pre", linewidth=0, label="proved impossible in this order")
-    refused = [row["budget_fraction"] or 1.0 for row in rows if row["status"] == "INFEASIBLE"]
+    refused = [_share(row) for row in rows if row["status"] == "INFEASIBLE"]
     if refused:
         axes.axvspan(left, max(refused), color="0.7", linewidth=0, label="proved: no schedule fits")
     lines.pop("keep_all", None)
@@ -72,6 +72,12 @@ def draw_overhead(axes: Axes, rows: Sequence[dict[str, Any]], methods: Sequence[
     axes.set(xlabel="budget / keep-all peak", ylabel="overhead (%)", xlim=(left, 1.02))
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
+
+
+def _share(row: Mapping[str, Any]) -> float:
+    """Of the keep-all peak; a graph without bytes has no shares."""
+    share: float | None = row["budget_fraction"]
+    return 1.0 if share is None else share
 
 
 def look(number: int) -> dict[str, Any]:

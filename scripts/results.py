@@ -69,6 +69,17 @@ def tell_halves(budget_bytes: int, notes: Mapping[str, Any]) -> None:
         tell(f"the plan for {budget_bytes:,} bytes {notes['halves']}")
 
 
+def tell_dearer(plan: Plan) -> None:
+    """Say where a plan has a cheaper one that nothing could train with."""
+    whole_ns = plan.notes.get("one_piece_time_ns")
+    if whole_ns is not None and plan.graph.keep_all_time_ns:
+        overhead = whole_ns / plan.graph.keep_all_time_ns - 1
+        tell(
+            f"the plan for {plan.budget_bytes:,} bytes is for a forward and a backward that are called one after the other; "
+            f"in one piece, as online runs are, an overhead of {overhead:.2%} would do"
+        )
+
+
 def tell_interrupted() -> int:
     """Say that what there is was found before Ctrl-C came; the exit code."""
     tell("interrupted; this is what was found until then")

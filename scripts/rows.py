@@ -10,7 +10,7 @@ import platform
 import stat
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,9 @@ def write_rows(path: str, rows: Iterable[dict[str, Any]]) -> None:
     else:
         make_folder(path)
         write_whole(path, text)
+
+
+BEGIN = '{"graph": '  # of every row
 
 
 class RowFile:
@@ -94,23 +97,25 @@ class RowFile:
         """The rows that are there, and whether a part of one was cut off."""
         text = read_text(self.path)
         end = text.rfind("\n") + 1
-        rows, rest = _rows(text[:end], self.path), text[end:]
-        if rest.strip("\0") and not rest.startswith("{"):  # no part of a row: a file of another kind, which is not ours to cut
-            raise InputError(f"{self.path}, line {len(rows) + 1}: expected a row, found {rest[:40]!r}")
-        if text.startswith('{"schema"'):
-            raise InputError(f"{self.path} holds a graph or a plan ({text[:40]!r}), no rows")
+        rows, rest, torn = _rows(text[:end], self.path), text[end:], False
         try:
             rows += _rows(rest, self.path)
         except InputError:
+            torn = True
+            if rest.strip("\0") and not BEGIN.startswith(rest[: len(BEGIN)]):  # of another kind of file, not ours to cut
+                raise InputError(f"{self.path}, line {len(rows) + 1}: expected a row, found {rest[:40]!r}") from None
+        if rows and "graph" not in rows[0]:
+            raise InputError(f"{self.path} holds no result rows, to which some could be added: it begins with {text[:40]!r}")
+        if torn:
             os.truncate(self._file, len(text[:end].encode()))
-            return rows, True
-        if rest:
+        elif rest:
             os.write(self._file, b"\n")
-        return rows, False
+        return rows, torn
 
     def append(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Add a row with its provenance; that row."""
+        """Add a row with its provenance; that row. Raises InputError where it cannot be, or the file is not there any more."""
         row = {**row, **provenance()}
+        self._check_there()
         line = (json.dumps(row) + "\n").encode()
         try:
             if os.write(self._file, line) < len(line):
@@ -120,9 +125,26 @@ class RowFile:
             raise InputError(f"cannot write {self.path}: {error.strerror or error}") from error
         return row
 
+    def keep(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Have the file hold just these rows: where it does not yet, they take its place at once, and then nothing more can be
+        appended. Raises InputError as ``append`` does."""
+        self._check_there()
+        if read_rows(self.path) != rows:
+            self.replace(rows)
+
     def replace(self, rows: Iterable[dict[str, Any]]) -> None:
         """Put other rows in place of all, at once; then nothing more can be appended."""
         write_whole(self.path, "".join(json.dumps(row) + "\n" for row in rows))
+
+    def _check_there(self) -> None:
+        try:
+            there = os.path.samestat(os.fstat(self._file), os.stat(self.path))
+        except OSError:
+            there = False
+        if not there:
+            raise InputError(
+                f"{self.path} was deleted or replaced while rows were added to it; the same command makes them again"
+            )
 
     def close(self) -> None:
         """Let another process have the file."""
@@ -154,7 +176,9 @@ def read_rows(path: str | Path) -> list[dict[str, Any]]:
 
 def _rows(text: str, path: str | Path) -> list[dict[str, Any]]:
     rows = []
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
         try:
             row = json.loads(line)
         except (ValueError, RecursionError) as error:

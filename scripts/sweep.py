@@ -25,7 +25,7 @@ from multiprocessing.context import SpawnProcess
 from types import FrameType
 from typing import Any, cast
 
-from graphs.errors import BeladyError, InputError
+from graphs.errors import BeladyError, InputError, quoted
 from graphs.ir import Graph
 from online.heuristics import ADDRESS_HEURISTICS, HEURISTICS
 from online.runtime import rule_named, run
@@ -40,6 +40,7 @@ ONLINE = "online:"
 FAILED = "FAILED"  # the cell ended in an error of ours, or its process did
 REFUSED = "REFUSED"  # the method or rule cannot be used for this graph
 MOST_BUDGETS = 10_000
+MOST_WRITTEN = 1_000  # characters of a range
 GRACE_S = 2.0  # for a process to end by itself when the work is left
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
 
@@ -95,7 +96,8 @@ def key_of(row: Row) -> Key | None:
 
 
 def _text(options: Mapping[str, Any]) -> str:
-    return json.dumps(options, sort_keys=True)
+    """As text, the same for 60 and 60.0."""
+    return json.dumps({name: float(v) if type(v) is int else v for name, v in options.items()}, sort_keys=True)
 
 
 # What is asked for.
@@ -114,10 +116,10 @@ def budgets_of(asked: Sequence[str], keep_all_peak_bytes: int) -> list[int]:
             continue
         parts = text.split(":")
         wanted = (
-            f"budget {text!r}: a range is FIRST:LAST:STEP, all shares (0.2:0.9:0.05, 20%:90%:5%) or all bytes "
+            f"budget {quoted(text)}: a range is FIRST:LAST:STEP, all shares (0.2:0.9:0.05, 20%:90%:5%) or all bytes "
             f"(2GiB:6GiB:512MiB), FIRST at most LAST and STEP above 0"
         )
-        if len(parts) != 3:
+        if len(parts) != 3 or len(text) > MOST_WRITTEN:
             raise InputError(wanted)
         shares = [share for share in map(_exact_share, parts) if share is not None]
         in_shares = len(shares) == len(parts)
@@ -287,12 +289,15 @@ def work(graphs: Mapping[str, Graph], cells: Sequence[Cell], jobs: int) -> Gener
 
 def _started(graphs: Mapping[str, Graph]) -> tuple[SpawnProcess, Connection]:
     context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(theirs, dict(graphs)), daemon=True)
     try:
-        start_quietly(process)
-    finally:
-        theirs.close()
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_serve, args=(theirs, dict(graphs)), daemon=True)
+        try:
+            start_quietly(process)
+        finally:
+            theirs.close()
+    except OSError as error:
+        raise InputError(f"cannot start one more process: {error.strerror or error}; fewer --jobs need fewer") from error
     return process, ours
 
 
@@ -347,7 +352,7 @@ def _serve(line: Connection, graphs: dict[str, Graph]) -> None:
     except BaseException:  # in the middle of an import, an interruption comes as another error
         if not ended:
             raise
-    os._exit(0)  # without waiting for a solver that was interrupted
+    os._exit(128 + signal.SIGTERM if ended else 0)  # without waiting for a solver that was interrupted
 
 
 def _end_with_the_parent() -> None:
@@ -369,7 +374,7 @@ def _kill(process: SpawnProcess) -> None:
 
 def _exit(code: int | None) -> str:
     if code is not None and code < 0:
-        return signal.Signals(-code).name
+        return signal.Signals(-code).name if -code in signal.Signals.__members__.values() else f"signal {-code}"
     return f"exit code {code}"
 
 
@@ -383,6 +388,7 @@ def settle(rows: Sequence[Row]) -> list[Row]:
       ``notes`` then have ``reused_from_budget_bytes`` and the row's ``own_time_ns`` and ``own_status``; its bound stays its own.
     - A bound proved for a budget holds for the online runs of the same graph under the same budget or a smaller one.
 
+    Rows that contradict each other (a schedule where none should fit, an online run that takes less than was proved) are FAILED.
     Settled rows stay as they are when they are settled again. Rows that are not from a sweep are left out.
     """
     latest = {key: row for row in rows if (key := key_of(row)) is not None}
@@ -399,12 +405,22 @@ def settle(rows: Sequence[Row]) -> list[Row]:
             settled[key] = _reused(row, cheapest[line])
         if settled[key]["time_ns"] is not None:
             cheapest[line] = settled[key]
+    fits: dict[str, Row] = {}  # of each graph, the row of a schedule for the smallest budget
+    for row in sorted(settled.values(), key=lambda row: -row["budget_bytes"]):
+        if row["time_ns"] is not None:
+            fits[row["fingerprint"]] = row
     ground = proved(list(settled.values()))
     for key, row in settled.items():
-        bound_ns = ground.get(key[0], {}).get(key[2])
-        if key[1].startswith(ONLINE) and bound_ns is not None:
+        bound_ns, fitting = ground.get(key[0], {}).get(key[2]), fits.get(key[0])
+        if row["status"] == Status.INFEASIBLE and fitting is not None and fitting["budget_bytes"] <= row["budget_bytes"]:
+            reason = f"called infeasible, but {fitting['method']} fits {fitting['budget_bytes']:,} bytes: a bug in one of them"
+            settled[key] = row | {"status": FAILED, "reason": reason}
+        elif key[1].startswith(ONLINE) and bound_ns is not None:
             gap = None if row["time_ns"] is None else max(0.0, 1 - bound_ns / row["time_ns"]) if row["time_ns"] else 0.0
             settled[key] = row | {"bound_ns": bound_ns, "gap": gap}
+            if row["time_ns"] is not None and row["time_ns"] < bound_ns:
+                reason = f"takes {row['time_ns']:,} ns, less than the {bound_ns:,} ns that are proved: a bug in one of them"
+                settled[key] |= {"status": FAILED, "reason": reason}
     return [settled[key] for key in sorted(settled, key=lambda key: order[key])]
 
 

@@ -70,8 +70,9 @@ def test_shares_of_more_bytes_than_floats_hold_are_exact(peak_bytes: int) -> Non
     [
         0, -1, 0.0, -0.5, 1.0001, 2.0, float("nan"), float("inf"), float("-inf"), True, False, None, [0.5], b"5",
         np.float32(0), np.float32(1.5), np.float32("nan"), np.bool_(True), Fraction(3, 2), 1j,
-        "", "GiB", "six", "6 XB", "6GiBs", "6 Gi B", "-1", "-6GiB", "0", "0.0", "0 GiB", "1.5", "0.3B", "1e999", "1e400GiB",
-        "nan", "inf", "0%", "101%", "-5%", "%", "50%%", "50 % B", "5,000", "0x10", "1_000", "6.", "1e", "9" * 5000,
+        "", "GiB", "six", "6 XB", "6GiBs", "6 Gi B", "-1", "-6GiB", "0", "0.0", "0 GiB", "1.5", "2.0", "0.3B",
+        "1e999", "1e400GiB", "nan", "inf", "0%", "101%", "-5%", "%", "50%%", "50 % B", "5,000", "0x10", "1_000", "6.", "1e",
+        "9" * 5000,
     ],
 )  # fmt: skip
 def test_anything_else_is_refused_with_what_would_do(budget: object) -> None:

@@ -1355,6 +1355,33 @@ def test_a_teacher_that_follows_the_model_does_so_once_a_step() -> None:
         module(x)
 
 
+class Averaging(nn.Module):
+    """Each forward puts another tensor in the place of a buffer."""
+
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("seen", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.linear(x).relu()
+        self.seen = 0.9 * self.seen + 0.1 * hidden.detach().mean(0)
+        return hidden.square().sum()
+
+
+def test_trials_begin_from_the_same_buffers_and_leave_them() -> None:
+    model, x = Averaging(), torch.randn(16, 8)
+    before, content = model.seen, model.seen.clone()
+    planned = plan_of(model, 1.0, inputs=x)
+    assert planned.step is not None
+    trials = Trials(planned.step, x)
+    assert trials.planned(planned).max_grad_error == 0
+    assert trials.online(planned.budget_bytes, "dtr").max_grad_error == 0
+    assert model.seen is before and torch.equal(before, content)
+
+
 class Bounded(nn.Module):
     """Weights with gradients that the forward bounds: in place (an embedding's norms, by ``.data``) and by other memory."""
 

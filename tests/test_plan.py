@@ -308,6 +308,33 @@ def test_plans_for_other_shapes_have_costs_of_the_same_kind(monkeypatch: pytest.
     assert kinds == ["measured", "roofline"]
 
 
+def test_plans_may_start_from_a_schedule_and_refuse_what_they_cannot_use(ladder: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
+    budgets = [0.8, 1.0]
+    one = plan(ladder, 0.8)
+    assert [each.time_ns for each in plans(ladder, budgets, start=one.schedule)] == [
+        each.time_ns for each in plans(ladder, budgets)
+    ]
+    too_large = plans(ladder, [one.peak_bytes, 1.0], start=keep_all(ladder))
+    assert too_large[0].peak_bytes is not None and too_large[0].peak_bytes <= one.budget_bytes
+
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("a model was captured")
+
+    monkeypatch.setattr("graphs.capture.capture", never)
+    model, x = nn.Linear(4, 4), torch.randn(2, 4)
+    for options, message in (
+        ({"method": "x"}, "unknown method 'x'"),
+        ({"gap": 3}, "gap must be"),
+        ({"nonsense": 3}, "no option 'nonsense'"),
+        ({"done": 3}, "done must be a function that takes a Plan, not 3"),
+    ):
+        with pytest.raises(InputError, match=message):
+            plans(model, [0.5], inputs=x, **options)  # type: ignore[arg-type]
+    for budgets_ in (b"0.5", np.array(0.5), 3j):
+        with pytest.raises(InputError, match="plans takes a list of budgets, not"):
+            plans(ladder, budgets_)  # type: ignore[arg-type]
+
+
 def test_a_saved_plan_is_for_its_graph_only(ladder: Graph, tmp_path) -> None:  # type: ignore[no-untyped-def]
     found = plan(ladder, 30)
     found.save(tmp_path / "plan.json")

@@ -16,9 +16,11 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from matplotlib.figure import Figure
 
 from belady import sweep
 from belady.cli import main
+from belady.plots import draw_overhead
 from belady.rows import RowFile, read_rows, write_rows
 from belady.sweep import Cell, Row, budgets_of, cells_of, key_of, methods_of, proved, row_of, rules_of, settle, work
 from graphs import Graph, InputError
@@ -357,14 +359,14 @@ def test_rows_are_whole_and_a_torn_one_is_cut_off(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="another process"):
         RowFile(path)
     for number in range(3):
-        assert file.append({"number": number}) == read_rows(path)[-1]
+        assert file.append({"graph": "g", "number": number}) == read_rows(path)[-1]
     file.close()
     whole = Path(path).read_text()
-    for torn in (whole[:-20], whole[: whole.index('{"number": 2') + 1], whole[: whole.index('{"number": 2')] + 9 * "\0"):
+    for torn in (whole[:-20], whole[: whole.rindex('{"graph"') + 1], whole[: whole.rindex('{"graph"')] + 9 * "\0"):
         Path(path).write_text(torn)
         file = RowFile(path)
         assert file.repaired and [row["number"] for row in file.rows] == [0, 1]
-        file.append({"number": 2})
+        file.append({"graph": "g", "number": 2})
         file.close()
         assert [row["number"] for row in read_rows(path)] == [0, 1, 2]
 
@@ -375,7 +377,7 @@ def test_rows_do_not_go_to_a_file_that_has_just_been_replaced(tmp_path: Path, mo
 
     def late(file: int, how: int) -> None:
         monkeypatch.undo()
-        first.replace([{"number": 1}])
+        first.replace([{"graph": "g", "number": 1}])
         first.close()
         lock(file, how)
 
@@ -421,19 +423,100 @@ def test_rows_are_not_added_to_a_graph_or_plan(tmp_path: Path) -> None:
     save_graph(training_chain(2), path)
     for content in (path.read_bytes(), json.dumps(json.loads(path.read_bytes())).encode() + b"\n", b'{"schema": "belady-gr'):
         path.write_bytes(content)
-        with pytest.raises(InputError, match=r"holds a graph or a plan .*no rows|not JSON"):
+        with pytest.raises(InputError, match=r"holds no result rows, .*: it begins with '\{\"schema\"|not JSON|expected a row"):
             RowFile(str(path))
         assert path.read_bytes() == content
 
 
 def test_a_last_row_that_only_lacks_its_end_of_line_stays(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
-    path.write_text('{"a": 1}\n{"b": 2}')
+    path.write_text('{"graph": 1}\n\n{"b": "\u2028"}')  # nor do an empty line and what is no end of a line matter
     file = RowFile(str(path))
-    assert not file.repaired and file.rows == [{"a": 1}, {"b": 2}]
+    assert not file.repaired and file.rows == [{"graph": 1}, {"b": "\u2028"}]
     file.append({"c": 3})
     file.close()
-    assert [*map(list, read_rows(path))][:2] == [["a"], ["b"]] and len(read_rows(path)) == 3
+    assert [*map(list, read_rows(path))][:2] == [["graph"], ["b"]] and len(read_rows(path)) == 3
+
+
+@pytest.mark.parametrize(
+    "content",
+    ['{"INSTRUCTION": "MEMORY", "NAME": "x"}\n{"NAME": "y"}\n', '{"a": 1}', '{"nodes": [1', "{name: mine, secret: 42}\n", "{x"],
+)
+def test_files_of_other_kinds_are_not_added_to_nor_cut(content: str, tmp_path: Path) -> None:
+    path = tmp_path / "other.jsonl"
+    path.write_text(content)
+    with pytest.raises(InputError, match=r"holds no result rows|expected a row, found|not JSON"):
+        RowFile(str(path))
+    assert path.read_text() == content
+
+
+@pytest.mark.parametrize("how", ["deleted", "replaced"])
+def test_a_file_that_goes_away_under_a_sweep_is_told(
+    how: str, chain_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, append = tmp_path / "rows.jsonl", RowFile.append
+
+    def later(file: RowFile, row: Row) -> Row:
+        if len(read_rows(path)) == 1:
+            if how == "deleted":
+                path.unlink()
+            else:
+                path.with_name("copy").write_bytes(path.read_bytes())
+                path.with_name("copy").rename(path)
+        return append(file, row)
+
+    monkeypatch.setattr(RowFile, "append", later)
+    command = ["sweep", chain_file, "--budget", "0.8:1:0.1", "--method", "keep_all", "--rule", "none", "--out", str(path)]
+    assert main(command) == 2
+    told = capsys.readouterr()
+    assert "was deleted or replaced while rows were added to it" in told.err and "rows written" not in told.err
+    assert "keep_all" in told.out  # the table has what was found
+    monkeypatch.undo()
+    assert main(command) == 0 and len(read_rows(path)) == 3
+
+
+def test_a_full_disk_costs_no_table(
+    chain_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object) -> None:
+        raise InputError("cannot write rows: No space left on device")
+
+    command = ["sweep", chain_file, "--budget", "1.0", "--method", "keep_all", "--rule", "none", "--out", str(tmp_path / "rows")]
+    for way in ("append", "keep"):
+        with monkeypatch.context() as patch:
+            patch.setattr(RowFile, way, full)
+            assert main(command) == 2
+        told = capsys.readouterr()
+        assert "No space left" in told.err and "0.00%" in told.out.replace(" ", "")
+
+
+def test_rows_that_contradict_each_other_have_failed(chain: Graph) -> None:
+    rows = [row_of(chain, cell) for cell in cells(chain, [1300, 1400], "cutting_stages", "online:lru")]
+    assert settle(rows) == settle(settle(rows)) and not any(row["status"] == sweep.FAILED for row in settle(rows))
+    online = next(row for row in rows if row["method"] == "online:lru" and row["time_ns"] is not None)
+    planned = next(row for row in rows if row["method"] == "cutting_stages" and row["budget_bytes"] == online["budget_bytes"])
+    dear = planned | {"bound_ns": online["time_ns"] + 1, "time_ns": online["time_ns"] + 1}
+    (_, found) = settle([dear, online])
+    assert found["status"] == sweep.FAILED and "less than the" in found["reason"]
+    nothing = planned | {"status": "INFEASIBLE", "time_ns": None, "overhead": None, "peak_bytes": None}
+    (found, _) = settle([nothing, online])
+    assert found["status"] == sweep.FAILED and "called infeasible, but online:lru fits" in found["reason"]
+    assert settle([found, online])[0] == found
+
+
+def test_what_is_refused_for_no_bytes_is_not_drawn_as_refused_for_all(chain: Graph) -> None:
+    rows = [row_of(chain, cell) for cell in cells(chain, [1, 1000, 1700], "cutting_stages")]
+    assert rows[0]["status"] == "INFEASIBLE"
+    axes = Figure().add_subplot()
+    draw_overhead(axes, [rows[0] | {"budget_fraction": 0.0}, *rows[1:]])
+    (refused,) = (patch for patch in axes.patches if patch.get_label() == "proved: no schedule fits")
+    assert refused.get_extents().transformed(axes.transData.inverted()).x1 == pytest.approx(0.0)
+
+
+def test_a_row_is_of_the_same_cell_whoever_wrote_its_numbers(chain: Graph) -> None:
+    row = row_of(chain, cells(chain, [6], "keep_all")[0])
+    options = {name: int(value) if value == int(value) else value for name, value in row["options"].items()}
+    assert key_of(row | {"options": options}) == key_of(row) and any(type(value) is int for value in options.values())
 
 
 def test_the_folder_of_a_links_target_is_made(tmp_path: Path) -> None:
