@@ -385,7 +385,7 @@ class ArenaMachine(RuleBasedStateMachine):
 
 
 TestArena = ArenaMachine.TestCase
-TestArena.settings = settings(max_examples=250, stateful_step_count=25)
+TestArena.settings = settings(max_examples=100, stateful_step_count=25)
 
 
 def test_expensive_from_the_left_cheap_from_the_right() -> None:
@@ -565,7 +565,7 @@ class CachingMachine(RuleBasedStateMachine):
 
 
 TestCaching = CachingMachine.TestCase
-TestCaching.settings = settings(max_examples=150, stateful_step_count=30)
+TestCaching.settings = settings(max_examples=60, stateful_step_count=30)
 
 
 # Runs under address budgets

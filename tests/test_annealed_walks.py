@@ -20,7 +20,7 @@ from planner.walks.annealing import Annealer, Round
 from planner.walks.walk_search import WalkSearch
 from tests.clock import stopwatch
 
-WORK = 2_000_000
+WORK = 1_000_000
 
 
 @pytest.fixture(autouse=True)
@@ -46,17 +46,17 @@ def time_of(walks: WalkSearch, graph: Graph, budget_bytes: int) -> float:
 
 def test_they_find_more_than_walks_alone() -> None:
     better = worse = 0
-    for seed in range(6):
+    for seed in range(4):
         graph, budget_bytes = layered(seed)
         times = []
         for kind in (AnnealedWalks, WalkSearch):
             walks = kind(graph, budget_bytes, seed=0)
             walks.start()
-            walks.improve(WORK)
+            walks.improve(2 * WORK)
             times.append(time_of(walks, graph, budget_bytes))
         better += times[0] < times[1]
         worse += times[0] > times[1]
-    assert better >= 4 and worse <= 1
+    assert better >= 3 and worse <= 1
 
 
 def test_annealing_mends_a_sequence_that_holds_too_much(monkeypatch: pytest.MonkeyPatch) -> None:

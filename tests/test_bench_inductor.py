@@ -22,7 +22,7 @@ def test_rows_of_a_model_and_their_table(tmp_path: Path, monkeypatch: pytest.Mon
     from torch._inductor import config
 
     def chain() -> nn.Module:
-        return nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(6)), nn.Linear(16, 1), nn.Flatten(0))
+        return nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(4)), nn.Linear(16, 1), nn.Flatten(0))
 
     class Mean(nn.Module):
         def __init__(self) -> None:

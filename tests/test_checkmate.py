@@ -15,7 +15,7 @@ from graphs.errors import InputError
 from graphs.importers import load_checkmate
 from graphs.synthetic import chain, random_training
 from planner import Status, keep_all, simulate, solve
-from planner.least.smallest import smallest_known
+from planner.least.pebbling import fitting
 from planner.methods.checkmate_model import Form, checkmate_model, held_of, own_runs, start_values, walk
 from planner.schedule import Compute, Schedule, computes, with_frees
 from planner.solvers.milp import Milp, Outcome
@@ -333,8 +333,7 @@ def test_all_values_of_all_stages_are_counted_without_presolve(monkeypatch: pyte
 def test_time_limit_keeps_the_start() -> None:
     graph = random_training(40, 1)
     budget_bytes = int(0.5 * simulate(graph, keep_all(graph)).peak_bytes)
-    works_bytes, start = smallest_known(graph)
-    assert works_bytes <= budget_bytes
+    start = next(fitting(graph, budget_bytes))
     found = solve(graph, budget_bytes, method="checkmate", time_limit_s=1.5, start=start)
     assert found.time_ns is not None and found.time_ns <= simulate(graph, start).time_ns
     assert found.notes["stopped"] == "time limit"
@@ -590,12 +589,12 @@ def test_interrupted(tmp_path: Path) -> None:
 import threading, os, signal, sys
 from graphs.synthetic import random_training
 from planner import solve, simulate, keep_all
-from planner.least.smallest import smallest_known
+from planner.least.pebbling import fitting
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a parent that ignores Ctrl-C must not pass that on
 graph = random_training(40, 1)
 budget = int(0.5 * simulate(graph, keep_all(graph)).peak_bytes)
-start = smallest_known(graph)[1]
-threading.Timer(2.0, os.kill, (os.getpid(), signal.SIGINT)).start()
+start = next(fitting(graph, budget))
+threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
 found = solve(graph, budget, method="checkmate", start=start, time_limit_s=100)
 print(found.status, found.notes["stopped"], found.wall_s < 20)
 children = open(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read().split()

@@ -16,7 +16,7 @@ from graphs.errors import InputError
 from graphs.importers import load_checkmate
 from graphs.synthetic import chain, random_training
 from planner import Plan, Status, keep_all, simulate, solve
-from planner.least.smallest import smallest_known
+from planner.least.pebbling import fitting
 from planner.methods.checkmate_lp import ROUNDINGS, THRESHOLDS
 from planner.methods.checkmate_model import checkmate_model, walk
 from planner.schedule import with_frees
@@ -107,7 +107,7 @@ def test_phase_two_runs_the_least() -> None:
 @pytest.fixture(scope="module")
 def training() -> tuple[Graph, int]:
     """A training step and a budget of 80 % of its peak."""
-    graph = random_training(12, 6)
+    graph = random_training(10, 6)
     return graph, int(0.8 * simulate(graph, keep_all(graph)).peak_bytes)
 
 
@@ -204,8 +204,7 @@ def test_no_rounding_fits() -> None:
 def test_stopped_keeps_the_start() -> None:
     graph = random_training(60, 1)
     budget_bytes = int(0.5 * simulate(graph, keep_all(graph)).peak_bytes)
-    works_bytes, start = smallest_known(graph)
-    assert works_bytes <= budget_bytes
+    start = next(fitting(graph, budget_bytes))
     found = solve(graph, budget_bytes, method="checkmate_lp", start=start, time_limit_s=1.0)
     assert found.notes["stopped"] == "time limit" and found.notes["found_by"] == "start"
     assert found.time_ns == simulate(graph, start).time_ns and found.restricted_bound_ns is None

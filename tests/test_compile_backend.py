@@ -66,11 +66,11 @@ class Mlp(nn.Module):
 class Transformer(nn.Module):
     """Attention with dropout, tied embedding, several outputs of one op."""
 
-    def __init__(self, width: int = 16, words: int = 20) -> None:
+    def __init__(self, width: int = 16, words: int = 20, depth: int = 2) -> None:
         super().__init__()
         self.embed = nn.Embedding(words, width)
-        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
-        self.qkvs = nn.ModuleList(nn.Linear(width, 3 * width) for _ in range(2))
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(depth))
+        self.qkvs = nn.ModuleList(nn.Linear(width, 3 * width) for _ in range(depth))
         self.head = nn.Linear(width, words, bias=False)
         self.head.weight = self.embed.weight
 
@@ -100,8 +100,8 @@ def mlp() -> tuple[nn.Module, tuple[Tensor, ...]]:
     return Mlp(), (torch.randn(64, 24), torch.randint(5, (64,)))
 
 
-def transformer() -> tuple[nn.Module, tuple[Tensor, ...]]:
-    return Transformer(), (torch.randint(20, (4, 12)),)
+def transformer(depth: int = 2) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    return Transformer(depth=depth), (torch.randint(20, (4, 12)),)
 
 
 def conv() -> tuple[nn.Module, tuple[Tensor, ...]]:

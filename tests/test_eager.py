@@ -567,18 +567,26 @@ def test_reading_brings_back() -> None:
 
 
 def swept(step: Callable[[], list[Tensor]], holding: Any, least: float = 0.4) -> int:
-    """Compare a step under budgets from ``least`` of its peak on with the plain step: how often it recomputed in all."""
+    """Compare a step under budgets from ``least`` of its peak on with the plain step: how often it recomputed in all.
+
+    A run is the same in all budgets from its own peak to its budget: these are counted, not run.
+    """
     want, recomputations = step(), 0
     with budget(None, holding=holding) as free:
         assert same(step(), want)
     with frozen_before():
-        for budget_bytes in range(int(least * free.peak_bytes), free.peak_bytes + 1, max(1, free.peak_bytes // 50)):
-            for heuristic in ("lru", "dtr_eq+reclaim", "dtr_eq+counted", "demand"):
-                with contextlib.suppress(BudgetExceeded, NoScheduleFound):
-                    with budget(budget_bytes, holding=holding, costs="modelled", heuristic=heuristic) as run:
-                        got = step()
-                    assert same(got, want)
-                    recomputations += run.counters.recomputations
+        for heuristic in ("lru", "dtr_eq+reclaim", "dtr_eq+counted", "demand"):
+            ran_in_bytes, again = free.peak_bytes + 1, 0
+            for budget_bytes in reversed(range(int(least * free.peak_bytes), free.peak_bytes + 1, max(1, free.peak_bytes // 50))):
+                if budget_bytes < ran_in_bytes:
+                    with contextlib.suppress(BudgetExceeded, NoScheduleFound):
+                        with budget(budget_bytes, holding=holding, costs="modelled", heuristic=heuristic) as run:
+                            got = step()
+                        assert same(got, want)
+                        ran_in_bytes, again = run.peak_bytes, run.counters.recomputations
+                        recomputations += again
+                else:
+                    recomputations += again
     return recomputations
 
 
@@ -945,13 +953,17 @@ def test_writes_to_what_was_fixed_to_make_room_for_an_op_that_read_it() -> None:
             push(weight[:3072])
         return [each + 1 for each in found]
 
-    want, recomputations = step(), 0
-    for budget_bytes in range(60_000, 110_000, 500):
-        with contextlib.suppress(BudgetExceeded):
-            with budget(budget_bytes, holding=weight, costs="modelled") as run:
-                got = step()
-            assert same(got, want)
-            recomputations += run.counters.recomputations
+    want, recomputations, ran_in_bytes = step(), 0, 110_000
+    with frozen_before():
+        for budget_bytes in range(109_500, 59_500, -500):
+            if budget_bytes >= ran_in_bytes:
+                continue  # the run would be the same
+            with contextlib.suppress(BudgetExceeded):
+                with budget(budget_bytes, holding=weight, costs="modelled") as run:
+                    got = step()
+                assert same(got, want)
+                ran_in_bytes = run.peak_bytes
+                recomputations += run.counters.recomputations
     assert recomputations > 5
 
 
@@ -1074,15 +1086,18 @@ def test_writes_at_places_in_a_list_leave_nothing_to_evict_that_is_gone(heuristi
             y = y.cos() * t
         return y.sum()
 
-    expected, fitted = compute(), []
-    for limit in range(400, 2400, 40):
-        try:
-            with budget(limit, heuristic=heuristic, costs="modelled") as run:
-                got = compute()
-        except BudgetExceeded:
-            continue
-        assert torch.equal(got, expected) and run.peak_bytes <= limit
-        fitted.append(limit)
+    expected, fitted, ran_in_bytes = compute(), list[int](), 2400
+    with frozen_before():
+        for limit in range(2360, 360, -40):
+            if limit < ran_in_bytes:  # else the run would be the same
+                try:
+                    with budget(limit, heuristic=heuristic, costs="modelled") as run:
+                        got = compute()
+                except BudgetExceeded:
+                    continue
+                assert torch.equal(got, expected) and run.peak_bytes <= limit
+                ran_in_bytes = run.peak_bytes
+            fitted.append(limit)
     assert 0 < len(fitted) < 50
 
 
@@ -1338,8 +1353,8 @@ def test_batch_sizes_of_packed_sequences_are_there_for_recurrent_layers() -> Non
 
 @pytest.mark.parametrize(("batch_first", "total_length"), [(False, None), (True, 5)])
 def test_sequences_of_different_lengths_are_packed_and_padded(batch_first: bool, total_length: int | None) -> None:
-    gru, x = seeded(lambda: (nn.GRU(4, 8, batch_first=batch_first), torch.randn(3, 3, 4)))
-    lengths = torch.tensor([2, 3, 1])
+    gru, x = seeded(lambda: (nn.GRU(4, 8, batch_first=batch_first), torch.randn(2, 2, 4)))
+    lengths = torch.tensor([1, 2])
 
     def step() -> list[Tensor]:
         packed = nn.utils.rnn.pack_padded_sequence(x * 2, lengths, batch_first, enforce_sorted=False)
@@ -1347,7 +1362,7 @@ def test_sequences_of_different_lengths_are_packed_and_padded(batch_first: bool,
         assert torch.equal(again, lengths)
         return [padded, *torch.autograd.grad(padded.square().sum(), list(gru.parameters()))]
 
-    assert swept(step, (gru, x)) > 5
+    assert swept(step, (gru, x), 0.6) > 5  # in less nothing fits
 
 
 @pytest.mark.parametrize("lengths", [[3], [4, 4, 4], [5, 3, 3, 1], [2, 1]])

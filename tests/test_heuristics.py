@@ -113,7 +113,7 @@ class Scan:
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("name", SCORED)
 @given(seed=st.integers(0, 2**32))
-@settings(max_examples=150)
+@settings(max_examples=60)
 def test_the_pool_picks_what_a_scan_picks(name: str, compiled: bool, seed: int) -> None:
     draw = random.Random(seed)
     n = draw.randint(1, 24)

@@ -34,6 +34,16 @@ def recurrent() -> Graph:
     return roofline(capture(model, inputs, loss=loss)).graph
 
 
+@pytest.fixture(scope="module")
+def blocks(recurrent: Graph) -> BlockSchedule:
+    """Of that, in half of the memory."""
+    return block_schedule(recurrent, half_of(recurrent), time_limit_s=30, seed=0)
+
+
+def half_of(graph: Graph) -> int:
+    return simulate(graph, keep_all(graph)).peak_bytes // 2
+
+
 def program_of(graph: Graph) -> ChainProgram:
     stages = chain_of_ops(graph)
     return ChainProgram(stages, [[Way(stage.forward, stage.backward)] for stage in stages.stages])
@@ -61,9 +71,8 @@ def test_there_is_none_where_no_larger_budget_fits_either_and_no_time_is_said() 
         next(program.shorter_and_shorter(0, 10**9, 0.0, deadline=time.perf_counter() - 1))
 
 
-def test_varied_times_lead_to_other_schedules_that_keep_their_bytes(recurrent: Graph) -> None:
-    budget_bytes = int(0.5 * simulate(recurrent, keep_all(recurrent)).peak_bytes)
-    program = block_schedule(recurrent, budget_bytes, time_limit_s=30, seed=0).program
+def test_varied_times_lead_to_other_schedules_that_keep_their_bytes(recurrent: Graph, blocks: BlockSchedule) -> None:
+    budget_bytes, program = half_of(recurrent), blocks.program
     assert program is not None
     found = []
     for seed in (1, 2, 1):
@@ -76,11 +85,12 @@ def test_varied_times_lead_to_other_schedules_that_keep_their_bytes(recurrent: G
 
 @pytest.mark.parametrize("known", [None, "dear", "cheap"])
 def test_walks_begin_from_larger_chains_where_blocks_lead(
-    recurrent: Graph, known: str | None, monkeypatch: pytest.MonkeyPatch
+    recurrent: Graph, blocks: BlockSchedule, known: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    budget_bytes = int(0.5 * simulate(recurrent, keep_all(recurrent)).peak_bytes)
-    blocks = block_schedule(recurrent, budget_bytes, time_limit_s=30, seed=0).schedule
-    assert blocks is not None
+    budget_bytes = half_of(recurrent)
+    assert blocks.schedule is not None
+    if known:
+        monkeypatch.setattr(first_schedules, "block_schedule", lambda *_, **__: blocks)
     search = StageSearch(recurrent, budget_bytes, gap=0.0, time_limit_s=60.0, seed=0)
     larger: list[int] = []
     shorter = ChainProgram.shorter_and_shorter
@@ -99,13 +109,14 @@ def test_walks_begin_from_larger_chains_where_blocks_lead(
         return
     assert all(most_bytes > budget_bytes for most_bytes in larger) and len(larger) > 1
     assert search.best is not None and simulate(recurrent, search.best).peak_bytes <= budget_bytes
-    found_ns, blocks_ns = (simulate(recurrent, schedule).time_ns for schedule in (search.best, blocks))
+    found_ns, blocks_ns = (simulate(recurrent, schedule).time_ns for schedule in (search.best, blocks.schedule))
     assert found_ns - search.base < 0.97 * (blocks_ns - search.base)
 
 
-def test_walks_fit_larger_chains_where_blocks_do_not(recurrent: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
-    budget_bytes = int(0.5 * simulate(recurrent, keep_all(recurrent)).peak_bytes)
-    blocks = block_schedule(recurrent, budget_bytes, time_limit_s=30, seed=0)
+def test_walks_fit_larger_chains_where_blocks_do_not(
+    recurrent: Graph, blocks: BlockSchedule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    budget_bytes = half_of(recurrent)
     monkeypatch.setattr(first_schedules, "block_schedule", lambda *_, **__: blocks._replace(schedule=None))
     monkeypatch.setattr(WalkSearch, "improve", lambda *_, **__: None)
     search = StageSearch(recurrent, budget_bytes, gap=0.0, time_limit_s=60.0, seed=0)
@@ -114,8 +125,9 @@ def test_walks_fit_larger_chains_where_blocks_do_not(recurrent: Graph, monkeypat
     assert search.notes["found_by"] == "list walk"
 
 
-def test_tables_that_the_clock_ends_are_none(recurrent: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
-    budget_bytes = int(0.5 * simulate(recurrent, keep_all(recurrent)).peak_bytes)
+def test_tables_that_the_clock_ends_are_none(recurrent: Graph, blocks: BlockSchedule, monkeypatch: pytest.MonkeyPatch) -> None:
+    budget_bytes = half_of(recurrent)
+    monkeypatch.setattr(first_schedules, "block_schedule", lambda *_, **__: blocks)
     monkeypatch.setattr(first_schedules, "LARGER_SHARE", 0.0)
     monkeypatch.setattr(WalkSearch, "improve", lambda *_, **__: None)
     search = StageSearch(recurrent, budget_bytes, gap=0.0, time_limit_s=30.0, seed=0)

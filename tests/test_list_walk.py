@@ -298,8 +298,7 @@ def test_crossed_leads_fit_and_cost_what_they_say(monkeypatch: pytest.MonkeyPatc
     complete = short = better = 0
     for seed in range(12):
         graph = random_training(40, seed=seed)
-        works, _ = smallest_known(graph)
-        budget_bytes = (2 * works + simulate(graph, keep_all(graph)).peak_bytes) // 3
+        budget_bytes = int(0.68 * simulate(graph, keep_all(graph)).peak_bytes)
         walks = WalkSearch(graph, budget_bytes, seed=seed)
         walks.start()
         assert 2 <= len(walks._leads) <= LEADS
@@ -323,8 +322,7 @@ def test_crossed_leads_fit_and_cost_what_they_say(monkeypatch: pytest.MonkeyPatc
 def test_no_two_leads_are_alike_and_the_best_stays() -> None:
     for seed in range(6):
         graph = random_training(40, seed=seed)
-        works, _ = smallest_known(graph)
-        walks = WalkSearch(graph, (2 * works + simulate(graph, keep_all(graph)).peak_bytes) // 3, seed=seed)
+        walks = WalkSearch(graph, int(0.68 * simulate(graph, keep_all(graph)).peak_bytes), seed=seed)
         walks.start()
         for _ in range(4):
             walks.improve(20_000)

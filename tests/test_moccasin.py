@@ -439,10 +439,9 @@ def test_progress_tells_times_bounds_and_phases() -> None:
 
 def test_interrupting_returns_what_was_found() -> None:
     script = (
-        "from tests.test_moccasin import tight\nfrom planner import keep_all, simulate, solve\n"
-        "from planner.least.smallest import smallest_known\n"
-        "graph, budget = tight()\nstart = smallest_known(graph)[1]\n"
-        "budget = simulate(graph, start).peak_bytes\nprint('ready', flush=True)\n"
+        "from graphs.synthetic import random_layered\nfrom planner import keep_all, simulate, solve\n"
+        "graph = random_layered('RL2', 0)\nbudget = int(0.8 * simulate(graph, keep_all(graph)).peak_bytes)\n"
+        "start = solve(graph, budget, method='annealing', moves=200_000, time_limit_s=20).schedule\nprint('ready', flush=True)\n"
         "found = solve(graph, budget, method='moccasin', workers=1, start=start, gap=0.0, time_limit_s=100)\n"
         "print(found.notes['stopped'], found.status, found.wall_s < 10)\n"
     )

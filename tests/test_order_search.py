@@ -30,8 +30,8 @@ def soon() -> float:
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(order_search, "MOVES", 500_000)
-    monkeypatch.setattr(order_search, "MORE_MOVES", 200_000)
-    monkeypatch.setattr(order_search, "IDLE", 4)
+    monkeypatch.setattr(order_search, "MORE_MOVES", 100_000)
+    monkeypatch.setattr(order_search, "IDLE", 2)
 
 
 @pytest.mark.usefixtures("short")

@@ -203,6 +203,9 @@ def read(path: Path) -> Program:
     return read_program(path)
 
 
+replayed = functools.cache(replay_log)  # the tables have cells in common
+
+
 @pytest.fixture
 def log(data: Path) -> Log:
     """Operator logs of the data folder, by name."""
@@ -297,7 +300,7 @@ def cell(done: Replay) -> str:
 @pytest.mark.parametrize("row", rows(GOLDEN), ids=lambda row: " ".join(row[:3]))
 def test_golden_values(log: Log, row: list[str]) -> None:
     name, ratio, heuristic, *wanted = row
-    done = replay_log(log(name), float(ratio), heuristic=heuristic)
+    done = replayed(log(name), float(ratio), heuristic=heuristic)
     counters = done.counters
     found = [
         done.status, counters.recomputed_ns, done.peak_bytes, counters.evictions, counters.evaluations, counters.deepest,
@@ -321,7 +324,7 @@ def test_tables_of_slowdowns(log: Log, name: str, capsys: pytest.CaptureFixture[
             continue
         for ratio, value in zip((1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1), wanted, strict=True):
             options = {"release": "ignore"} if rule == "ignore" else {"heuristic": rule}
-            found = cell(replay_log(log(name), ratio, **options))  # type: ignore[arg-type]
+            found = cell(replayed(log(name), ratio, **options))  # type: ignore[arg-type]
             assert found == value, f"{name} {rule} {ratio}: {found}, not {value}"
             cells += 1
     with capsys.disabled():
@@ -351,7 +354,7 @@ def test_metadata_accesses(log: Log, name: str, capsys: pytest.CaptureFixture[st
         if found_name != name:
             continue
         for rule, published in zip(("dtr", "dtr_eq", "local"), map(int, wanted), strict=True):
-            counters = replay_log(log(name), float(ratio), heuristic=rule).counters
+            counters = replayed(log(name), float(ratio), heuristic=rule).counters
             assert counters.metadata_accesses == counters.evaluations + counters.visits
             if rule == "local":
                 assert counters.visits == 0
@@ -416,7 +419,7 @@ def test_the_default_rule_is_better_than_h_dtr(log: Log, name: str) -> None:
     """In the mean over ratios, and nowhere worse by more than one per cent of the base time."""
 
     def slowdown(rule: str, ratio: float) -> float:
-        done = replay_log(log(name), ratio, heuristic=rule)
+        done = replayed(log(name), ratio, heuristic=rule)
         return done.slowdown if done.status is RunStatus.COMPLETED else 2.0  # where the others are stopped
 
     ratios = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)

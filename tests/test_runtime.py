@@ -424,7 +424,7 @@ def cases(draw: st.DrawFn) -> tuple[Graph, int]:
 
 
 @given(cases(), st.sampled_from(list(HEURISTICS)), st.sampled_from(list(Release)), st.booleans(), st.integers(0, 3))
-@settings(max_examples=800)
+@settings(max_examples=300)
 def test_every_run_is_what_it_says(case: tuple[Graph, int], heuristic: str, release: Release, reclaim: bool, seed: int) -> None:
     graph, budget_bytes = case
     done = run(graph, max(1, budget_bytes), heuristic=heuristic, release=release, reclaim=reclaim, seed=seed)
@@ -461,7 +461,7 @@ def test_the_engine_does_what_the_paper_says(heuristic: str, release: str) -> No
 
 
 @given(graphs_and_budgets(keep_order=True, random=True, effect=True), st.sampled_from(list(HEURISTICS)))
-@settings(max_examples=300)
+@settings(max_examples=150)
 def test_no_run_beats_the_optimum(case: tuple[Graph, int], heuristic: str) -> None:
     graph, budget_bytes = case
     done = run(graph, max(1, budget_bytes), heuristic=heuristic)
@@ -482,7 +482,7 @@ def test_a_rule_names_its_options() -> None:
 
 
 @given(cases(), st.sampled_from(["dtr", "demand", "local"]), st.sets(st.sampled_from(list(Option))), st.booleans())
-@settings(max_examples=400)
+@settings(max_examples=150)
 def test_options_leave_a_run_what_it_says(case: tuple[Graph, int], heuristic: str, options: set[Option], reclaim: bool) -> None:
     graph, budget_bytes = case
     done = run(graph, max(1, budget_bytes), heuristic=heuristic, options=options, reclaim=reclaim)

@@ -62,11 +62,13 @@ def until_nothing_is_missing(graph: Graph, budget_bytes: int, events: list[Event
         events = sorted((*events, *more))
 
 
-@pytest.mark.parametrize("start", ["every-op", "tightest", "reruns"])
-def test_no_event_rules_out_an_optimum(start: str) -> None:
+@pytest.mark.parametrize(
+    ("start", "seeds"), [("every-op", range(100)), ("tightest", range(100, 200)), ("reruns", range(200, 300))], ids=str
+)
+def test_no_event_rules_out_an_optimum(start: str, seeds: range) -> None:
     """With events for all that is missing, the bound is never above brute force's optimum, and walks nearly always attain it."""
     raised = attained = checked = infeasible = 0
-    for seed in range(300):
+    for seed in seeds:
         graph = random_graph(seed, max_ops=7, random=seed % 7 == 0, effect=seed % 5 == 0)
         draw = Random(seed)
         low, high = budget_range(graph, keep_order=True)
@@ -92,8 +94,8 @@ def test_no_event_rules_out_an_optimum(start: str) -> None:
         raised += bound_ns > plain_ns
         trace = simulate(graph, with_frees(graph, found.runs))
         attained += trace.peak_bytes <= budget_bytes and trace.time_ns == best[0]
-    assert checked >= 100 and infeasible >= 50
-    assert raised >= 5 and attained >= 0.95 * checked
+    assert checked >= 35 and infeasible >= 15
+    assert raised >= 1 and attained >= 0.95 * checked
 
 
 def random_runs(graph: Graph, draw: Random) -> list[int]:
@@ -300,7 +302,7 @@ def test_no_event_lowers_the_bound() -> None:
     first_runs = [Event(t) for t in range(4)]
     assert bounds_ns(graph, 19, first_runs, [Event(2.5, 1, 3), Event(2.25, 0, 2.5)]) == [18, 21, 21]
     put = 0
-    for seed in range(200):
+    for seed in range(100):
         graph = random_graph(seed, max_ops=7)
         low, _ = budget_range(graph, keep_order=True)
         first_runs = [Event(t) for t in range(len(graph.ops) + 1)]
@@ -313,7 +315,7 @@ def test_no_event_lowers_the_bound() -> None:
             bounds = bounds_ns(graph, low, [*first_runs, *reruns], more)
             assert bounds == sorted(bounds), seed
             put += len(more)
-    assert put >= 30
+    assert put >= 15
 
 
 def test_walks_keep_what_only_an_effect_made() -> None:
@@ -351,7 +353,7 @@ def test_a_large_overflow_asks_for_an_event_where_most_of_it_is_past() -> None:
 
 def test_reruns_wait_where_first_executions_are_asked_for() -> None:
     waited = 0
-    for seed in range(100):
+    for seed in (*range(30), *range(70, 90)):  # brute force takes seconds for others
         graph = random_graph(seed, max_ops=9)
         low, _ = budget_range(graph, keep_order=True)
         middle = len(graph.ops) // 2

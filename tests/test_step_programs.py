@@ -383,16 +383,16 @@ def test_steps_have_the_same_answer_within_the_bytes(part: int) -> None:
             continue
         ran += 1
         graph, resident_bytes = step.graph, step.graph.resident_bytes
-        schedules = keep_all(graph), rematerializing(graph, seed), dawdling(rematerializing(graph, seed + 1), seed)
-        for at, schedule in enumerate(schedules):
-            what = f"seed {seed}, schedule {at}"
+        exact = rematerializing(graph, seed) if seed % 2 else keep_all(graph)
+        for schedule in (exact, dawdling(rematerializing(graph, seed + 1), seed)):
+            what = f"seed {seed}, {'exact' if schedule is exact else 'dawdling'}"
             recomputed += simulate(graph, schedule).recomputed_ops
             planned = PlannedStep(step, schedule)
             case.reset()
             with StorageMeter() as meter:
                 planned(case.inputs)
             assert resident_bytes + meter.peak_bytes <= planned.peak_bytes, what
-            assert at == 2 or resident_bytes + meter.peak_bytes == planned.peak_bytes, what
+            assert schedule is not exact or resident_bytes + meter.peak_bytes == planned.peak_bytes, what
             case.reset()
             same(case.left_of(planned(case.inputs)), wanted[0], what)
             try:
@@ -406,7 +406,7 @@ def test_steps_have_the_same_answer_within_the_bytes(part: int) -> None:
             with StorageMeter() as meter:
                 module(*case.inputs).backward()
             assert resident_before_backward(step) + meter.peak_bytes <= module.peak_bytes, what
-        for share in (1.0, 0.9, 0.8, 0.7):
+        for share in (1.0, 0.8) if seed % 2 else (1.0, 0.9, 0.7):
             case.reset()
             try:
                 with StorageMeter() as meter:

@@ -176,7 +176,7 @@ def test_planning_again_in_too_few_bytes_says_how_many_work() -> None:
 
 def test_planning_again_keeps_one_plan_per_shape_in_the_same_bytes(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="belady")
-    data = [batch for size in (256, 192, 256, 128, 192, 64) for batch in batches(1, size)]
+    data = [batch for size in (256, 192, 256, 128, 192) for batch in batches(1, size)]
     model = Net()
     twin = copy.deepcopy(model)
     first = planned(model, data[0], budget=0.6)
@@ -195,9 +195,9 @@ def test_planning_again_keeps_one_plan_per_shape_in_the_same_bytes(caplog: pytes
             losses.append(loss.detach())
         results.append((losses, part.state_dict()))
     same(results[1], results[0])
-    assert module.planned == 4
+    assert module.planned == 3
     said = [m for m in caplog.messages if "again for inputs of shape" in m]
-    assert len(said) == 3
+    assert len(said) == 2
     assert "(192, 32), (32,), (192,)" in said[0]
     assert f"{first.budget_bytes:,} bytes" in said[0]
     peaks = [other.peak_bytes for plans in module._plans.values() for other in plans if other is not None]
@@ -205,7 +205,7 @@ def test_planning_again_keeps_one_plan_per_shape_in_the_same_bytes(caplog: pytes
     (large,) = batches(1, 4096)
     with pytest.raises(InfeasibleBudget, match=f"cannot run in {first.budget_bytes:,} bytes"):
         module(*large)
-    assert module.planned == 4
+    assert module.planned == 3
     module.eval()
     same(module(*data[1][:-1]), model(*data[1][:-1]))
 

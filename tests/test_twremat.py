@@ -99,14 +99,14 @@ def test_unit_graphs_stay_within_the_published_guarantee(graph: Graph) -> None:
 
 
 def test_the_guarantee_is_logarithmic_where_keep_all_is_linear() -> None:
-    # Width 2, two inputs, 12 levels: at most (2 + 1 + 2) * 12 + 2 values of the 2,049 that a chain of 1,024 layers has.
-    graph = chain(1024)
+    # Width 2, two inputs, 11 levels: at most (2 + 1 + 2) * 11 + 2 values of the 1,025 that a chain of 512 layers has.
+    graph = chain(512)
     assert decompose(graph).width == 2
-    assert simulate(graph, keep_all(graph)).peak_bytes == 1026
-    found = solve(graph, 62, variants=False)
+    assert simulate(graph, keep_all(graph)).peak_bytes == 514
+    found = solve(graph, 57, variants=False)
     assert found.status is Status.FEASIBLE
     assert found.peak_bytes is not None
-    assert found.peak_bytes <= 62
+    assert found.peak_bytes <= 57
 
 
 @pytest.mark.parametrize(("graph", "width"), [(path(50), 1), (random_tree(80, 3), 1), (chain(20), 2)], ids=lambda x: str(x)[:20])
@@ -176,7 +176,7 @@ def test_random_ops_keep_their_order_where_the_tree_would_not() -> None:
     assert turned  # or this tests nothing
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(graphs_and_budgets(keep_order=True, max_ops=9, random=True, effect=True))
 def test_passes_only_shorten_and_keep_to_the_budget(case: tuple[Graph, int]) -> None:
     graph, budget_bytes = case
@@ -319,19 +319,19 @@ def branches(n: int) -> Graph:
 
 
 def test_long_sequences_keep_the_time_limit() -> None:
-    graph = branches(400)
+    graph = branches(250)
     taken_s = stopwatch()
     tree = decompose(graph)
     time_limit_s = 2 * taken_s() + 0.5
     with rare_collections(full=False):  # as whatever plans does; a full one goes through what all tests before have left
         taken_s = stopwatch()
-        found = solve(graph, 500, time_limit_s=time_limit_s)
+        found = solve(graph, 310, time_limit_s=time_limit_s)
         assert taken_s() <= 1.1 * time_limit_s + 1
     assert found.notes["stopped"].startswith("time limit")
     runs = remat(graph, tree, together=False)
     assert runs is not None and len(runs) > 100_000
     with pytest.raises(TimeoutError):
-        forward_pass(graph, runs, 500, deadline=time.perf_counter())
+        forward_pass(graph, runs, 310, deadline=time.perf_counter())
     with pytest.raises(TimeoutError):
         remat(graph, tree, deadline=time.perf_counter())
 
