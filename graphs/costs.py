@@ -80,12 +80,10 @@ def described(step: Step) -> DeviceDescription:
 
 def modelled_ns(node: fx.Node, device: DeviceDescription) -> int:
     """What one call takes by the roofline: whole ns, at least 1."""
-    if inside := subgraphs_of(node):
-        # Which branch of a condition is taken is not known, nor how often a loop runs: the dearest, once.
-        once_ns = max(sum(modelled_ns(call, device) for call in _calls(each)) for each in inside)
-        return once_ns * _repeats(node) + device.launch_ns
     busy_s = max(flops(node) / _rate(node, device), moved_bytes(node) / device.bandwidth_bytes_per_s)
-    return max(1, math.ceil(busy_s * 1e9) + device.launch_ns)
+    # Which branch of a condition is taken is not known, nor how often a loop runs: the dearest, once.
+    inside_ns = max((sum(modelled_ns(call, device) for call in _calls(each)) for each in subgraphs_of(node)), default=0)
+    return max(1, max(math.ceil(busy_s * 1e9), inside_ns * _repeats(node)) + device.launch_ns)
 
 
 def _rate(node: fx.Node, device: DeviceDescription) -> float:

@@ -50,7 +50,7 @@ def measured(
     with these versions and settings of torch, are read from the cache file and not run.
 
     CUDA  time by events around several calls, so that small ops take what it takes to launch them; workspace is the most the op
-          took from the allocator beside its outputs
+          took from the allocator beside its outputs, whose statistics of peaks are reset for that
     CPU   time by the clock, with torch's current number of threads; workspace is 0: the memory measured on a CPU is that of live
           storages, and what an op allocates and frees inside itself is none of them
 
