@@ -402,7 +402,7 @@ def test_second_events_stay_where_they_raise_the_bound(helps: bool, monkeypatch:
     monkeypatch.setattr(stage_solving, "PARTS", 1.0)
     monkeypatch.setattr(stage_solving, "MOST_PARTS", 1.0)
     monkeypatch.setattr(cutting_stages, "solve_relaxed", relax)
-    solve(chain(40), 8, gap=0.0, time_limit_s=4)
+    solve(chain(40), 8, gap=0.0, time_limit_s=20)
     gone = set(asked[0]).difference(*asked[1:])
     assert len(asked[0]) == 3 and len(asked) > 1
     assert gone == (set() if helps else {max(asked[0])})

@@ -166,3 +166,22 @@ def test_rounds_ask_for_it_in_training_steps_far_from_their_bound(
     assert time.perf_counter() - began < 8
     assert plan.peak_bytes is None or plan.peak_bytes <= budget_bytes
     assert set(asked) == ({"shorten", "mend"} if has_backward and is_far else set())
+
+
+@pytest.mark.parametrize("blocks_miss", [False, True])
+def test_a_dear_schedule_that_owes_nothing_to_blocks_is_not_all(blocks_miss: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    dear, asked = pebbled().best, list[str]()
+    assert dear is not None
+
+    def chain_of_blocks(search: StageSearch, *, scarce: bool = False) -> None:
+        asked.append("more ways" if scarce else "blocks")
+        search.blocks_miss = blocks_miss
+        search.offer(dear, "list walk")
+
+    monkeypatch.setattr(cutting_stages, "try_blocks", chain_of_blocks)
+    monkeypatch.setattr(cutting_stages, "repeats", lambda _: True)
+    monkeypatch.setattr(cutting_stages, "_solve_coarser", lambda *_: bool(asked.append("coarser graph")))
+    search = pebbled()
+    search.best = search.time_ns = None
+    assert cutting_stages._scrape(search, in_order=True)
+    assert asked == (["blocks", "coarser graph", "more ways"] if blocks_miss else ["blocks"])

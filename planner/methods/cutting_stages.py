@@ -505,10 +505,12 @@ def _scrape(search: StageSearch, *, in_order: bool) -> bool:
         _elsewhere(search)
     if search.time_ns is None and not search.done() and repeats(search.graph):
         try_blocks(search)
-    if in_order and search.time_ns is None and not search.done():
+    if in_order and search.is_poor and not search.done():
         _solve_coarser(search, HALF)
     if search.time_ns is None:
         pebble(search, least)
+    elif search.is_poor:
+        try_blocks(search, scarce=True)
     return "infeasible" not in search.notes
 
 

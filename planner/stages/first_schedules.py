@@ -17,7 +17,7 @@ from planner.stages.search import StageSearch
 
 SHRINK = (0.97, 0.94, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5)  # budgets of the one-event MILPs that list walks follow
 IDLE_GUIDES = 2  # so many of them in a row that help no further are the last ones
-# Of the time left, for a chain of blocks; where next to nothing fits, for one with more ways to run each.
+# Of the time left, for a chain of blocks; where nothing fits so far, and for more ways to run each where next to nothing does.
 BLOCKS_SHARE, SCARCE_SHARE, FINE_GRID = 0.15, 0.3, {"peaks": 12, "saves": 8}
 # Its schedules for budgets up to this share larger, each shorter than the last by this share of the keep-all time: ops of walks
 # along each; share by which times vary in later passes over them; so many passes in a row that find nothing better are the last
@@ -41,7 +41,7 @@ def try_blocks(search: StageSearch, *, scarce: bool = False) -> None:
         return
     search.chained = True
     grid = FINE_GRID if scarce else {}
-    share_s = (SCARCE_SHARE if scarce else BLOCKS_SHARE) * search.left_s
+    share_s = (SCARCE_SHARE if scarce or search.time_ns is None else BLOCKS_SHARE) * search.left_s
     schedule, told, program = block_schedule(search.graph, search.budget_bytes, time_limit_s=share_s, seed=search.seed, **grid)
     search.tell_cut_short("cut_short" in told or told.get("stopped") == "time limit")
     before_ns = search.time_ns
@@ -57,7 +57,8 @@ def try_blocks(search: StageSearch, *, scarce: bool = False) -> None:
     # Where walks have found better, chains for larger budgets lead to nothing better either.
     if program is not None and not search.done() and _is_cheaper(search, before_ns):
         _follow_larger(search, program)
-    if search.best is not None and not search.done() and _is_cheaper(search, before_ns):
+    if not search.is_poor and not search.done() and _is_cheaper(search, before_ns):
+        assert search.best is not None
         work = min(BLOCKS_WORK, WORK_PER_OP * len(search.graph.ops))
         search.follow(list(computes(search.best)), work // 2)
         search.walks.improve(work // 2, deadline=search.deadline)

@@ -29,6 +29,7 @@ LOST, EXTRA, COARSEN_SHARE = 5e-4, 0.02, 0.1
 # A* looks through graphs of so many ops; what share of what is proved it has to prove to be asked again.
 SMALL_OPS, FAIR = 150, 0.5
 FAR_AWAY = 0.05  # share of the keep-all time that is a long way from the bound to the best schedule
+DEAR = 3.0  # keep-all times: what takes more is what walks end with where next to nothing fits
 
 
 @dataclass(kw_only=True)
@@ -109,6 +110,11 @@ class StageSearch(Incumbent):
     def shown_bound_ns(self) -> int:
         """Of all orders only the keep-all time is known, where the best schedule has another one than the graph."""
         return self.base if self.best is not None and self.elsewhere else self.searched_ns
+
+    @property
+    def is_poor(self) -> bool:
+        """Whether there is no schedule, or a dear one that a chain of blocks had no part in, none of whose schedules fitted."""
+        return self.time_ns is None or (self.blocks_miss and self.time_ns > DEAR * self.base)
 
     @property
     def is_far(self) -> bool:
