@@ -151,15 +151,19 @@ def _cubes(factor: float) -> Callable[..., int]:
     return count
 
 
-def _triangular(factor: Tensor, *given: Any, **_: Any) -> int:
-    """A triangular system of equations for each column of the right side, the last tensor that is given."""
-    right = [each for each in given if isinstance(each, Tensor)][-1]
-    return right.numel() * factor.shape[-1]
+def _triangular(*_: Any, out_val: Tensor, **__: Any) -> int:
+    """A triangular system of equations for each column of the solution; which side its rows are on is not looked at."""
+    return out_val.numel() * out_val.shape[-2]
 
 
-def _solved(*args: Any, **_: Any) -> int:
+def _solved(*_: Any, out_val: Tensor, **__: Any) -> int:
     """One for each of two factors."""
-    return 2 * _triangular(*args)
+    return 2 * _triangular(out_val=out_val)
+
+
+def _factored_and_solved(matrix: Tensor, *_: Any, out_val: Sequence[Tensor], **__: Any) -> int:
+    """The right side may be a vector."""
+    return _cubes(2 / 3)(matrix) + 2 * out_val[0].numel() * matrix.shape[-1]
 
 
 # Golub and Van Loan, Matrix Computations, 4th edition: LU and Cholesky 3.2.9 and 4.2.5, QR 5.2.2 (with the orthogonal factor),
@@ -172,7 +176,7 @@ _LINEAR_ALGEBRA: Mapping[str, Callable[..., int]] = {
     "linalg_inv_ex": _cubes(2),
     "_linalg_det": _cubes(2 / 3),
     "_linalg_slogdet": _cubes(2 / 3),
-    "_linalg_solve_ex": _cubes(2 / 3),
+    "_linalg_solve_ex": _factored_and_solved,
     "linalg_qr": _cubes(4),
     "_linalg_eigh": _cubes(9),
     "_linalg_svd": _cubes(21),

@@ -35,12 +35,16 @@ def arguments_of(node: fx.Node, device: torch.device) -> tuple[tuple[Any, ...], 
                 generators[where] = torch.Generator(where).manual_seed(0)
             size = storage_bytes(fake) // fake.element_size()
             content = torch.empty(size, dtype=fake.dtype, device=where)
-            storages[key] = _filled(content, generators[where], fill).untyped_storage()
+            storages[key] = _filled(content, generators[where]).untyped_storage()
         empty = torch.empty(0, dtype=fake.dtype, device=where)
         tensor = empty.set_(storages[key], int(fake.storage_offset()), fake.shape, fake.stride())
+        once = tensor[tuple(slice(None if stride else 1) for stride in tensor.stride())]  # without repeated elements
         if pivots and tensor.dtype == torch.int32:  # counted from 1: kernels write past the matrix where one is 0
-            once = tensor[tuple(slice(None if stride else 1) for stride in tensor.stride())]
             once.copy_(torch.arange(1, once.shape[-1] + 1, device=where))
+        elif fill is not None and not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool):
+            flat = torch.empty(once.numel(), dtype=fake.dtype, device=where)
+            fill(flat, generators[where])
+            once.copy_(flat.view(once.shape))
         return tensor
 
     def value(argument: fx.Node) -> Any:
@@ -52,17 +56,15 @@ def arguments_of(node: fx.Node, device: torch.device) -> tuple[tuple[Any, ...], 
     return fx.map_arg(node.args, value), fx.map_arg(node.kwargs, value)
 
 
-def _filled(content: Tensor, generator: torch.Generator, fill: Fill | None) -> Tensor:
+def _filled(content: Tensor, generator: torch.Generator) -> Tensor:
     if content.is_complex():
         torch.view_as_real(content).uniform_(0.1, 1, generator=generator)
     elif content.dtype == torch.bool:
         content.bernoulli_(0.5, generator=generator)
     elif content.is_floating_point() and content.element_size() > 1:
         content.uniform_(0.1, 1, generator=generator)
-    elif content.is_floating_point() or fill is None:  # 8-bit floats cannot be drawn
+    else:  # 8-bit floats cannot be drawn
         content.zero_()
-    else:
-        fill(content, generator)
     return content
 
 
@@ -86,6 +88,8 @@ def _parts(total: int, count: int) -> Fill:
     """In each row of ``count`` integers, equal parts that add up to ``total``."""
 
     def fill(content: Tensor, _: torch.Generator) -> object:
+        if content.numel() < count:  # one for all of them
+            return content.fill_(total // count)
         ends = torch.arange(1, count + 1) * total // max(1, count)
         return content.copy_(ends.diff(prepend=ends.new_zeros(1)).repeat(content.numel() // max(1, count)))
 
@@ -137,8 +141,10 @@ def _segments(given: Named) -> dict[str, Fill]:
 
 
 def _repeats(given: Named) -> dict[str, Fill]:
-    total = given.get("output_size")
-    return {} if total is None else {"repeats": _parts(int(total), given["repeats"].numel())}
+    total, source, count = given.get("output_size"), given.get("self"), given["repeats"].numel()
+    if source is not None and count == 1:
+        count = source.numel() if given.get("dim") is None else source.shape[given["dim"]]
+    return {} if total is None else {"repeats": _parts(int(total), int(count))}
 
 
 _ALONG = (

@@ -127,7 +127,8 @@ def _as_before(step: Step) -> Iterator[Callable[[], None]]:
                 if getattr(part, name) is not buffer:  # eager execution has put another one there
                     setattr(part, name, buffer)
         for buffer, content in buffers:
-            buffer.copy_(content)
+            if not torch.equal(buffer, content):
+                buffer.copy_(content)
         for parameter, _ in gradients:
             parameter.grad = None
 

@@ -71,7 +71,16 @@ def plans(
     interrupted = False
     progress, ascending = options.pop("progress", None), sorted(set(wanted))
     for number, budget_bytes in enumerate(ascending, start=1):
-        within = partial(solve, graph, budget_bytes, method=method, gap=gap, seed=seed, start=best or start, **options)
+        within = partial(
+            solve,
+            graph,
+            budget_bytes,
+            method=method,
+            gap=gap,
+            seed=seed,
+            start=_cheapest(graph, budget_bytes, best, start),
+            **options,
+        )
         what = f"{method} in {format_bytes(budget_bytes)} ({number} of {len(ascending)})"
         try:
             with shown(progress, what, graph) as told:
@@ -98,6 +107,14 @@ def plans(
         else:
             found[budget_bytes] = replace(one, bound_ns=bound_ns)
     return [found[b] if isinstance(target, Graph) else replace(found[b], step=target) for b in wanted]
+
+
+def _cheapest(graph: Graph, budget_bytes: int, best: Schedule | None, start: Schedule | None) -> Schedule | None:
+    """Of the last plan's schedule and the caller's the one that takes less, if the latter fits."""
+    if best is None or start is None:
+        return best or start
+    trace = simulate(graph, start)
+    return start if trace.peak_bytes <= budget_bytes and trace.time_ns < simulate(graph, best).time_ns else best
 
 
 def _cheaper(one: Plan, other: Schedule | None, gap: float) -> Plan:

@@ -258,7 +258,7 @@ def load_plan(path: str | os.PathLike[str], graph: Graph | Step) -> Plan:
             raise _mismatch(path, content, graph)
         plan = _read(content, graph)
         made_on = figures.get("device") if isinstance(figures := content.get("figures"), dict) else None
-    if made_on and graph.device and made_on != graph.device:
+    if isinstance(made_on, str) and made_on and graph.device and made_on != graph.device:
         log.warning("%s was planned with op times of %s; on %s its overhead may be another", path, made_on, graph.device)
     return replace(plan, step=step)
 
@@ -267,8 +267,10 @@ def _mismatch(path: str | os.PathLike[str], content: dict[str, Any], graph: Grap
     costs, what = _costs_in(content), "other shapes, costs or device; plan again"
     if costs is not None:
         alike = len(costs["time_ns"]) == len(graph.ops) and graph.with_costs(**costs).fingerprint() == content["fingerprint"]
-        then, now = (f" ({kind})" if kind else "" for kind in (costs["costs"], graph.costs))
-        again = f"the same ops had other costs{then} than now{now}; plan again, or load it for a step without costs"
+        figures = content.get("figures")
+        device = figures.get("device") if isinstance(figures, dict) else None
+        then, now = (", ".join(filter(None, words)) for words in ((costs["costs"], device), (graph.costs, graph.device)))
+        again = f"the same ops had other costs ({then}) than now ({now}); plan again, or load it for a step without costs"
         what = again if alike else "other shapes or device; plan again"
     return GraphMismatch(
         f"{path} was made for the graph {quoted(content['graph'])} ({shortened(str(content['fingerprint']))}), not for "

@@ -72,7 +72,7 @@ def tell_halves(budget_bytes: int, notes: Mapping[str, Any]) -> None:
 def tell_dearer(plan: Plan) -> None:
     """Say where a plan has a cheaper one that nothing could train with."""
     whole_ns = plan.notes.get("one_piece_time_ns")
-    if whole_ns is not None and plan.graph.keep_all_time_ns:
+    if whole_ns is not None and plan.time_ns is not None and whole_ns < plan.time_ns and plan.graph.keep_all_time_ns:
         overhead = whole_ns / plan.graph.keep_all_time_ns - 1
         tell(
             f"the plan for {plan.budget_bytes:,} bytes is for a forward and a backward that are called one after the other; "

@@ -104,7 +104,7 @@ class RowFile:
             torn = True
             if rest.strip("\0") and not BEGIN.startswith(rest[: len(BEGIN)]):  # of another kind of file, not ours to cut
                 raise InputError(f"{self.path}, line {len(rows) + 1}: expected a row, found {rest[:40]!r}") from None
-        if rows and "graph" not in rows[0]:
+        if rows and ("graph" not in rows[0] or "schema" in rows[0]):  # the latter as in a saved plan, which is a line
             raise InputError(f"{self.path} holds no result rows, to which some could be added: it begins with {text[:40]!r}")
         if torn:
             os.truncate(self._file, len(text[:end].encode()))

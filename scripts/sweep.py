@@ -30,7 +30,7 @@ from graphs.ir import Graph
 from online.heuristics import ADDRESS_HEURISTICS, HEURISTICS
 from online.runtime import rule_named, run
 from planner.bounds import least_bytes
-from planner.budget import resolve_budget
+from planner.budget import EXACT, resolve_budget
 from planner.methods import METHODS
 from planner.methods import method as method_named
 from planner.plan import check_options, solve
@@ -97,7 +97,8 @@ def key_of(row: Row) -> Key | None:
 
 def _text(options: Mapping[str, Any]) -> str:
     """As text, the same for 60 and 60.0."""
-    return json.dumps({name: float(v) if type(v) is int else v for name, v in options.items()}, sort_keys=True)
+    numbers = {name: float(v) if type(v) is int and abs(v) <= EXACT else v for name, v in options.items()}
+    return json.dumps(numbers, sort_keys=True)
 
 
 # What is asked for.
@@ -406,7 +407,7 @@ def settle(rows: Sequence[Row]) -> list[Row]:
         if settled[key]["time_ns"] is not None:
             cheapest[line] = settled[key]
     fits: dict[str, Row] = {}  # of each graph, the row of a schedule for the smallest budget
-    for row in sorted(settled.values(), key=lambda row: -row["budget_bytes"]):
+    for row in sorted(settled.values(), key=lambda row: (row["budget_bytes"], row["method"], row["seed"]), reverse=True):
         if row["time_ns"] is not None:
             fits[row["fingerprint"]] = row
     ground = proved(list(settled.values()))
@@ -414,8 +415,8 @@ def settle(rows: Sequence[Row]) -> list[Row]:
         bound_ns, fitting = ground.get(key[0], {}).get(key[2]), fits.get(key[0])
         if row["status"] == Status.INFEASIBLE and fitting is not None and fitting["budget_bytes"] <= row["budget_bytes"]:
             reason = f"called infeasible, but {fitting['method']} fits {fitting['budget_bytes']:,} bytes: a bug in one of them"
-            settled[key] = row | {"status": FAILED, "reason": reason}
-        elif key[1].startswith(ONLINE) and bound_ns is not None:
+            settled[key] = row = row | {"status": FAILED, "reason": reason}
+        if key[1].startswith(ONLINE) and bound_ns is not None:
             gap = None if row["time_ns"] is None else max(0.0, 1 - bound_ns / row["time_ns"]) if row["time_ns"] else 0.0
             settled[key] = row | {"bound_ns": bound_ns, "gap": gap}
             if row["time_ns"] is not None and row["time_ns"] < bound_ns:

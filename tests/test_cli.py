@@ -835,5 +835,7 @@ def test_what_only_one_piece_could_have_is_told(capsys: pytest.CaptureFixture[st
     found = plan(training_chain(4), 1.0)
     tell_dearer(found)
     assert not capsys.readouterr().err
-    tell_dearer(replace(found, notes={**found.notes, "one_piece_time_ns": 99}))
+    tell_dearer(replace(found, notes={**found.notes, "one_piece_time_ns": found.time_ns}))
+    assert not capsys.readouterr().err
+    tell_dearer(replace(found, time_ns=100, notes={**found.notes, "one_piece_time_ns": 99}))
     assert "in one piece, as online runs are, an overhead of 10.00% would do" in capsys.readouterr().err

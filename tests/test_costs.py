@@ -203,8 +203,13 @@ def test_a_higher_order_op_takes_what_its_calls_take_as_often_as_they_run() -> N
 def test_linear_algebra_counts_cubes() -> None:
     step = capture(OneOp(lambda w: torch.linalg.inv(w + 8 * torch.eye(6)), 2, 6, 6), ())
     assert flops(only(step, "aten.linalg_inv_ex")[1]) == 2 * 2 * 6**3
-    step = capture(OneOp(lambda w: torch.linalg.solve_triangular(w + 8 * torch.eye(6), torch.ones(6, 4), upper=True), 6, 6), ())
-    assert flops(only(step, "aten.linalg_solve_triangular")[1]) == 6 * 6 * 4
+    right = torch.ones(6, 4)
+    step = capture(OneOp(lambda w: torch.linalg.solve_triangular(w + 8 * torch.eye(6), right, upper=True), 2, 6, 6), ())
+    assert flops(only(step, "aten.linalg_solve_triangular")[1]) == 2 * 6 * 6 * 4
+    step = capture(OneOp(lambda w: torch.linalg.solve(w + 8 * torch.eye(6), right), 2, 6, 6), ())
+    assert flops(only(step, "aten._linalg_solve_ex")[1]) == 2 * (2 * 6**3 // 3) + 2 * (2 * 6 * 6 * 4)
+    step = capture(OneOp(lambda w: torch.linalg.qr(w).R, 9, 5), ())
+    assert flops(only(step, "aten.linalg_qr")[1]) == 4 * 9 * 5**2
 
 
 @pytest.mark.parametrize(

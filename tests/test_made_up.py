@@ -95,3 +95,20 @@ def test_bags_and_segments_share_all_there_is(tmp_path: Path, caplog: pytest.Log
     step = capture(Using(repeated), (torch.randn(3, 8), torch.tensor([5, 2, 1])))
     assert given(step, "repeat_interleave")["repeats"].tolist() == [2, 3, 3]
     check(step, tmp_path, caplog)
+
+
+def test_views_are_filled_and_not_all_that_lies_around_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def repeated(m: Any, h: Tensor, repeats: Tensor) -> Tensor:
+        return h.repeat_interleave(repeats[1:4], dim=0, output_size=8)
+
+    step = capture(Using(repeated), (torch.randn(3, 8), torch.tensor([9, 5, 2, 1, 9])))
+    assert given(step, "repeat_interleave")["repeats"].tolist() == [2, 3, 3]
+    check(step, tmp_path, caplog)
+
+    def bags(m: Any, h: Tensor, both: Tensor) -> Tensor:
+        return F.embedding_bag(both[:12], m.table, both[12:]) + h
+
+    step = capture(Using(bags), (torch.randn(2, 8), torch.tensor([*range(12), 0, 5])))
+    made = given(step, "_embedding_bag")
+    assert made["offsets"].tolist() == [0, 6] and made["indices"].unique().numel() > 3
+    check(step, tmp_path, caplog)

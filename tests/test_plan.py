@@ -273,7 +273,7 @@ def test_a_saved_plan_brings_the_costs_that_it_was_made_with(tmp_path: Path, cap
     loaded.module()(torch.randn(64, 16)).backward()
     modelled = with_costs(captured(), "roofline")
     with pytest.raises(
-        GraphMismatch, match=r"the same ops had other costs \(given\) than now \(roofline\); plan again, or load it"
+        GraphMismatch, match=r"the same ops had other costs \(given, cpu\) than now \(roofline, cpu\); plan again, or load"
     ):
         load_plan(path, modelled)
     with pytest.raises(GraphMismatch, match="other shapes or device; plan again"):
@@ -316,6 +316,14 @@ def test_plans_may_start_from_a_schedule_and_refuse_what_they_cannot_use(ladder:
     ]
     too_large = plans(ladder, [one.peak_bytes, 1.0], start=keep_all(ladder))
     assert too_large[0].peak_bytes is not None and too_large[0].peak_bytes <= one.budget_bytes
+    graph = random_training(30, 3)
+    known = plan(graph, 0.8, time_limit_s=2)
+    assert known.peak_bytes is not None
+    without, (_, started) = (
+        plans(graph, [0.62, known.peak_bytes], time_limit_s=0, **given) for given in ({}, {"start": known.schedule})
+    )
+    assert known.time_ns is not None and started.time_ns is not None and started.time_ns <= known.time_ns
+    assert without[0].time_ns is not None and without[1].time_ns is not None and without[1].time_ns > known.time_ns
 
     def never(*_: object, **__: object) -> None:
         raise AssertionError("a model was captured")

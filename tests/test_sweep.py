@@ -26,6 +26,7 @@ from belady.sweep import Cell, Row, budgets_of, cells_of, key_of, methods_of, pr
 from graphs import Graph, InputError
 from graphs.serialize import save_graph
 from online.heuristics import ADDRESS_HEURISTICS, HEURISTICS
+from planner import plan
 from planner.methods import METHODS
 from tests.strategies import random_graph
 from tests.test_compare import training_chain
@@ -440,7 +441,14 @@ def test_a_last_row_that_only_lacks_its_end_of_line_stays(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     "content",
-    ['{"INSTRUCTION": "MEMORY", "NAME": "x"}\n{"NAME": "y"}\n', '{"a": 1}', '{"nodes": [1', "{name: mine, secret: 42}\n", "{x"],
+    [
+        '{"INSTRUCTION": "MEMORY", "NAME": "x"}\n{"NAME": "y"}\n',
+        '{"a": 1}',
+        '{"nodes": [1',
+        "{name: mine, secret: 42}\n",
+        "{x",
+        plan(training_chain(2), 1.0).to_text(),
+    ],
 )
 def test_files_of_other_kinds_are_not_added_to_nor_cut(content: str, tmp_path: Path) -> None:
     path = tmp_path / "other.jsonl"
