@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, fx
@@ -20,7 +20,7 @@ from torch.utils.flop_counter import flop_registry
 
 from graphs.devices import DEVICES, DeviceDescription, device_called
 from graphs.errors import InputError, a_kind
-from graphs.rewriting.nodes import attribute, subgraphs_of, tensors_of
+from graphs.rewriting.nodes import attribute, calls_in, subgraphs_of, tensors_of
 from graphs.torch_private.names import OpOverload
 from graphs.torch_private.tensors import storage_bytes, storage_key
 
@@ -82,7 +82,9 @@ def modelled_ns(node: fx.Node, device: DeviceDescription) -> int:
     """What one call takes by the roofline: whole ns, at least 1."""
     busy_s = max(flops(node) / _rate(node, device), moved_bytes(node) / device.bandwidth_bytes_per_s)
     # Which branch of a condition is taken is not known, nor how often a loop runs: the dearest, once.
-    inside_ns = max((sum(modelled_ns(call, device) for call in _calls(each)) for each in subgraphs_of(node)), default=0)
+    inside_ns = max(
+        (sum(modelled_ns(call, device) for call in calls_in(each) if _takes_time(call)) for each in subgraphs_of(node)), default=0
+    )
     return max(1, max(math.ceil(busy_s * 1e9), inside_ns * _repeats(node)) + device.launch_ns)
 
 
@@ -95,10 +97,9 @@ def _rate(node: fx.Node, device: DeviceDescription) -> float:
     return device.peak_flops.get(dtype, device.peak_flops["float32"])
 
 
-def _calls(module: fx.GraphModule) -> Iterator[fx.Node]:
-    """Those of its calls that take time."""
-    calls = (node for node in module.graph.nodes if node.op == "call_function")
-    return (call for call in calls if subgraphs_of(call) or (isinstance(call.target, OpOverload) and not call.target.is_view))
+def _takes_time(call: fx.Node) -> bool:
+    """Whether a call in a subgraph is an op: neither a view nor the choice of an output."""
+    return bool(subgraphs_of(call)) or (isinstance(call.target, OpOverload) and not call.target.is_view)
 
 
 def _repeats(node: fx.Node) -> int:

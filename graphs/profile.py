@@ -18,7 +18,7 @@ from graphs.costs import check_step, described, modelled_ns, signature
 from graphs.errors import InputError, quoted
 from graphs.made_up import arguments_of
 from graphs.op_times import OpTimes, Times, cache_folder
-from graphs.rewriting.nodes import calls_foreign, subgraphs_of
+from graphs.rewriting.nodes import calls_foreign, calls_in, subgraphs_of
 from graphs.rewriting.sizes import cuda_bytes
 from graphs.torch_private.names import tree_leaves
 from graphs.torch_private.stand_ins import really
@@ -131,8 +131,7 @@ def _modelled_ns(node: fx.Node, step: Step, why: str) -> int:
 
 def _stays_the_same(node: fx.Node) -> bool:
     """Whether a call is of PyTorch's operators, whose version is noted: others may be another program tomorrow."""
-    inside = (each for sub in subgraphs_of(node) for each in sub.graph.nodes if each.op == "call_function")
-    return not calls_foreign(node) and all(map(_stays_the_same, inside))
+    return not calls_foreign(node) and all(_stays_the_same(call) for sub in subgraphs_of(node) for call in calls_in(sub))
 
 
 # One op.

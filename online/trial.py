@@ -52,9 +52,10 @@ class Trials:
         self._step, self._inputs, self._seed, self._repeats = step, inputs, seed, repeats
         self._reference: dict[str, Tensor] | None = None
         self._resident_before_backward = resident_before_backward(step)
-        with _as_before(step):  # what the first step of a process sets up is no part of a step
-            torch.manual_seed(seed)
-            _backward(step.eager(inputs))
+        if step.device.type != "cuda":  # where ``measure`` sees to it: what the first step of a process sets up is no part of one
+            with _as_before(step):
+                torch.manual_seed(seed)
+                _backward(step.eager(inputs))
         self.plain = self._try(lambda: _backward(step.eager(inputs)), self._resident_before_backward)
 
     def planned(self, plan: Plan) -> Trial:

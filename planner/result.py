@@ -251,31 +251,38 @@ def load_plan(path: str | os.PathLike[str], graph: Graph | Step) -> Plan:
         costs = _costs_in(content)
         if step is not None:
             if not is_priced(step):
-                step = priced(step) if costs is None or len(step.calls) != len(costs["time_ns"]) else step.with_costs(**costs)
+                step = step.with_costs(**costs) if costs and len(costs["time_ns"]) == len(step.calls) else priced(step)
             graph = step.graph
         assert isinstance(graph, Graph)
+        made_on = _device_in(content)
         if content["fingerprint"] != graph.fingerprint():
-            raise _mismatch(path, content, graph)
+            raise _mismatch(path, content, costs, made_on, graph)
         plan = _read(content, graph)
-        made_on = figures.get("device") if isinstance(figures := content.get("figures"), dict) else None
-    if isinstance(made_on, str) and made_on and graph.device and made_on != graph.device:
+    if made_on and graph.device and made_on != graph.device:
         log.warning("%s was planned with op times of %s; on %s its overhead may be another", path, made_on, graph.device)
     return replace(plan, step=step)
 
 
-def _mismatch(path: str | os.PathLike[str], content: dict[str, Any], graph: Graph) -> GraphMismatch:
-    costs, what = _costs_in(content), "other shapes, costs or device; plan again"
+def _mismatch(
+    path: str | os.PathLike[str], content: dict[str, Any], costs: dict[str, Any] | None, made_on: str | None, graph: Graph
+) -> GraphMismatch:
+    what = "other shapes, costs or device; plan again"
     if costs is not None:
         alike = len(costs["time_ns"]) == len(graph.ops) and graph.with_costs(**costs).fingerprint() == content["fingerprint"]
-        figures = content.get("figures")
-        device = figures.get("device") if isinstance(figures, dict) else None
-        then, now = (", ".join(filter(None, words)) for words in ((costs["costs"], device), (graph.costs, graph.device)))
+        then, now = (", ".join(filter(None, words)) for words in ((costs["costs"], made_on), (graph.costs, graph.device)))
         again = f"the same ops had other costs ({then}) than now ({now}); plan again, or load it for a step without costs"
         what = again if alike else "other shapes or device; plan again"
     return GraphMismatch(
         f"{path} was made for the graph {quoted(content['graph'])} ({shortened(str(content['fingerprint']))}), not for "
         f"{quoted(graph.name)} ({graph.fingerprint()}): {what}"
     )
+
+
+def _device_in(content: dict[str, Any]) -> str | None:
+    """What a plan's costs are of; its figures are for people, so that nothing else is asked of them."""
+    figures = content.get("figures")
+    device = figures.get("device") if isinstance(figures, dict) else None
+    return device if isinstance(device, str) else None
 
 
 def _costs_in(content: dict[str, Any]) -> dict[str, Any] | None:

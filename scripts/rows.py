@@ -69,7 +69,7 @@ class RowFile:
         make_folder(path)
         try:
             self._file = self._locked()
-            while not os.path.samestat(os.fstat(self._file), os.stat(path)):  # between opening and locking it was replaced
+            while not self._is_there():  # between opening and locking it was replaced
                 self.close()
                 self._file = self._locked()
         except BlockingIOError as error:
@@ -136,12 +136,15 @@ class RowFile:
         """Put other rows in place of all, at once; then nothing more can be appended."""
         write_whole(self.path, "".join(json.dumps(row) + "\n" for row in rows))
 
-    def _check_there(self) -> None:
+    def _is_there(self) -> bool:
+        """Whether the name still leads to the open file."""
         try:
-            there = os.path.samestat(os.fstat(self._file), os.stat(self.path))
+            return os.path.samestat(os.fstat(self._file), os.stat(self.path))
         except OSError:
-            there = False
-        if not there:
+            return False
+
+    def _check_there(self) -> None:
+        if not self._is_there():
             raise InputError(
                 f"{self.path} was deleted or replaced while rows were added to it; the same command makes them again"
             )

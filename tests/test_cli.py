@@ -839,3 +839,16 @@ def test_what_only_one_piece_could_have_is_told(capsys: pytest.CaptureFixture[st
     assert not capsys.readouterr().err
     tell_dearer(replace(found, time_ns=100, notes={**found.notes, "one_piece_time_ns": 99}))
     assert "in one piece, as online runs are, an overhead of 10.00% would do" in capsys.readouterr().err
+
+
+def test_a_saved_plan_is_checked_with_the_costs_that_it_was_made_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, mlp = str(tmp_path / "plan.json"), ["mlp", "--batch", "64", "--depth", "2", "--device", "cpu"]
+    monkeypatch.setenv("BELADY_CACHE", str(tmp_path / "times"))
+    assert main(["plan", *mlp, "--budget", "1.0", "--costs", "measured", "--out", path]) == 0
+    monkeypatch.setenv("BELADY_CACHE", str(tmp_path / "none"))  # measured anew, ops would take another time
+    assert main(["info", *mlp, "--plan", path]) == 0
+    assert "The plan is valid for mlp" in capsys.readouterr().out
+    assert main(["info", *mlp, "--plan", path, "--costs", "roofline"]) == 2
+    assert "the same ops had other costs (measured, cpu) than now (roofline, cpu)" in capsys.readouterr().err

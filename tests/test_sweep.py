@@ -717,3 +717,16 @@ def test_an_interrupted_sweep_goes_on(chain_file: str, tmp_path: Path) -> None:
     # In the same file, by another command: what is there is not made again.
     assert main([str(word) for word in command[1:] if word != "--jobs=2"]) == 0
     assert len(read_rows(out)) == 601 and read_rows(out)[: len(done)] == done
+
+
+def test_how_a_process_ended_is_told_whatever_ended_it() -> None:
+    assert [sweep._exit(code) for code in (-9, -35, 1, None)] == ["SIGKILL", "signal 35", "exit code 1", "exit code None"]
+
+
+def test_a_process_that_cannot_be_started_is_told(chain: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_many(_: object) -> None:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(sweep, "start_quietly", too_many)
+    with pytest.raises(InputError, match="cannot start one more process: Too many open files; fewer --jobs need fewer"):
+        list(work({chain.fingerprint(): chain}, cells(chain, [1700], "keep_all"), 1))

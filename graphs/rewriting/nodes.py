@@ -32,12 +32,17 @@ def subgraphs_of(node: fx.Node) -> list[fx.GraphModule]:
     return [each for n in node.all_input_nodes if n.op == "get_attr" and isinstance(each := attribute(n), fx.GraphModule)]
 
 
+def calls_in(module: fx.GraphModule) -> list[fx.Node]:
+    """Its calls of functions, in order."""
+    return [node for node in module.graph.nodes if node.op == "call_function"]
+
+
 def is_random(node: fx.Node) -> bool:
     """Whether a call may draw random numbers; a call of a higher-order operator does where its subgraph does."""
     if calls_foreign(node):
         return bool(tensors_of(node))  # else it acts on the outside world, and runs once
     if not isinstance(node.target, OpOverload):
-        return any(is_random(n) for sub in subgraphs_of(node) for n in sub.graph.nodes if n.op == "call_function")
+        return any(is_random(call) for sub in subgraphs_of(node) for call in calls_in(sub))
     if torch.Tag.nondeterministic_seeded not in node.target.tags:
         return False
     for i, argument in enumerate(node.target._schema.arguments):
