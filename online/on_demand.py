@@ -7,7 +7,7 @@ from planner import on_demand
 
 
 def compile_all() -> None:
-    """Compile all of it now, and keep it on disk: some twenty seconds that no time limit counts and no run waits for."""
+    """Compile all of it now, and keep it on disk: it may take a minute, which no plan and no run waits for then."""
     from online.engines.compiled_searches import Compiled
 
     on_demand.compile_all()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -16,6 +15,7 @@ from planner.least.pebbling import least_peak
 from planner.least.smallest import smaller_and_smaller
 from planner.live import on_terminal, shown, smallest_line
 from planner.plan import check_numbers, check_options, checked_method, graph_of, solve, step_of
+from planner.process.clock import now_s
 from planner.result import Plan, Status
 from planner.schedule import Schedule, computes, in_graph_order, keep_all
 from planner.simulate import simulate
@@ -184,7 +184,7 @@ def min_budget(
         raise InputError(f"within must be at least 0 and below 1 (0.01 is one per cent), not {within!r}")
     check_options({"time_limit_s": time_limit_s, "seed": seed})
     check_numbers(graph)
-    deadline = time.perf_counter() + time_limit_s
+    deadline = now_s() + time_limit_s
     schedule = keep_all(graph)
     works, proved = simulate(graph, schedule).peak_bytes, least_bytes(graph)
     interrupted = False
@@ -209,9 +209,9 @@ def min_budget(
         for _, known in smaller_and_smaller(graph, time_limit_s=time_limit_s / 2, proved_bytes=proved):
             take(known)
         missed = proved - 1  # nothing was found for this budget
-        while works - missed > max(1, within * works) and not interrupted and time.perf_counter() < deadline:
+        while works - missed > max(1, within * works) and not interrupted and now_s() < deadline:
             middle = (works + missed) // 2
-            limit_s = max(0.1, min(0.1 * time_limit_s, deadline - time.perf_counter()))
+            limit_s = max(0.1, min(0.1 * time_limit_s, deadline - now_s()))
             found = solve(graph, middle, gap=0.99, time_limit_s=limit_s, seed=seed)
             if found.schedule is not None:
                 take(found.schedule)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -11,6 +10,7 @@ from typing import Any
 
 from graphs.ir import Graph
 from planner.bounds import least_bytes
+from planner.process.clock import now_s
 from planner.result import Plan
 from planner.schedule import Schedule
 from planner.simulate import Trace, simulate
@@ -42,7 +42,7 @@ class Incumbent:
     notes: dict[str, Any] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
-        self.began = time.perf_counter()
+        self.began = now_s()
         self.deadline = self.began + self.time_limit_s
         self.bound_ns = self.searched_ns = self.graph.keep_all_time_ns
 
@@ -106,7 +106,7 @@ class Incumbent:
 
     def out_of_time(self) -> bool:
         """Whether the time limit has struck, which the notes then say."""
-        if time.perf_counter() < self.deadline:
+        if now_s() < self.deadline:
             return False
         self.notes["stopped"] = "time limit"
         return True
@@ -120,7 +120,7 @@ class Incumbent:
 
     def replayable_work(self) -> float:
         """What there is time to free and simulate: runs, and values that they read and make."""
-        return REPLAY_WORK * (self.deadline - time.perf_counter() + REPLAY_S)
+        return REPLAY_WORK * (self.deadline - now_s() + REPLAY_S)
 
     @cached_property
     def _widths(self) -> list[int]:
@@ -148,7 +148,7 @@ class Incumbent:
             self.best,
             method=method,
             seed=seed,
-            wall_s=time.perf_counter() - self.began,
+            wall_s=now_s() - self.began,
             bound_ns=self.bound_ns if bound_ns is None else bound_ns,
             restricted_bound_ns=self.restricted_bound_ns,
             gap=self.gap,

@@ -47,7 +47,7 @@ def _sat_minimise() -> Callable[..., Answer]:
 
 
 def compile_all() -> None:
-    """Compile what is compiled when it is first used, and keep it on disk: some ten seconds that no time limit counts."""
+    """Compile what is compiled when it is first used, and keep it on disk, so that the first plan does not wait for it."""
     from planner.least.pebbling import least_peak
     from planner.process.loading import TINY
     from planner.stages.exhaustive import cheapest

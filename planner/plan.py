@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -20,6 +19,7 @@ from planner.least.smallest import smaller_and_smaller
 from planner.live import shown
 from planner.methods import Solve
 from planner.methods import method as method_named
+from planner.process.clock import now_s
 from planner.process.pauses import rare_collections
 from planner.result import Plan, Status
 from planner.schedule import Compute, Free, Schedule, computes, first_runs, in_graph_order, keep_all
@@ -207,10 +207,10 @@ def solve_halves(
         fitting = [s for s, bytes_ in tried if bytes_ is not None and bytes_ <= budget_bytes]
         notes = {**(found if again.schedule is None else again).notes, "one_piece_time_ns": found.time_ns}
         if not fitting:
-            began = time.perf_counter()
+            began = now_s()
             interrupted = again.notes.get("stopped") == "interrupted"
             enough_bytes, smallest = _smallest(graph, 0.0 if interrupted else time_limit_s / 4, copied_bytes)
-            wall_s += time.perf_counter() - began
+            wall_s += now_s() - began
             if enough_bytes > budget_bytes or method != METHOD:  # a published method's plan is what that method finds
                 halves = (
                     "runs as one piece only, without a module, whose call keeps the loss and the new buffers until its end; "

@@ -51,7 +51,7 @@ class Plan:
                          another order of first executions those with that order, else Checkmate's space, where between two
                          first executions every op runs again at most once, in graph order
     method, seed         what found it
-    wall_s               how long that took
+    wall_s               how long that took, without compiling, which happens once on a machine
     step                 the captured step, where the graph came from a model
     notes                what the method wants said: events, rounds, limits
     """

@@ -5,9 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+import time
+from pathlib import Path
 
+import numba
 import pytest
 
+from planner.process import compiled
+from planner.process.clock import now_s
 from planner.process.loading import undisturbed
 from tests.interruption import interrupted
 
@@ -43,6 +48,37 @@ def test_a_second_interruption_comes_through_at_once() -> None:
         "try:\n    undisturbed(work)\nexcept KeyboardInterrupt:\n    print(time.perf_counter() - began < 10)\n"
     )
     assert interrupted(script, after_s=0.3) == "True"
+
+
+def test_the_clock_of_time_limits_stands_still_while_code_is_compiled(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    compiled._tell_compiling.cache_clear()
+
+    def inner(n: int) -> int:
+        return sum([i * i for i in range(n)])
+
+    squares = compiled.njit(inner)
+
+    def outer(n: int) -> int:
+        return squares(n) + squares(n + 1)
+
+    both, others = compiled.njit(outer), numba.njit(lambda n: n + 1)
+    numba.njit(lambda n: n - 1)(1)  # loads the compiler
+    began, counted = time.perf_counter(), now_s()
+    assert both(3) == 5 + 14
+    took_s, counted_s = time.perf_counter() - began, now_s() - counted
+    assert 0 <= counted_s < 0.5 * took_s
+    assert [record.message for record in caplog.records if record.name == "belady"] == [
+        "compiling code for this machine, once: it may take a minute, which no time limit counts"
+    ]
+    began, counted = time.perf_counter(), now_s()
+    assert both(4) == 14 + 30
+    assert now_s() - counted == pytest.approx(time.perf_counter() - began, abs=0.01), "and goes on"
+    began, counted = time.perf_counter(), now_s()
+    assert others(1) == 2
+    assert now_s() - counted == pytest.approx(time.perf_counter() - began, abs=0.01), "other people's code counts"
 
 
 def test_nothing_is_left_to_compile_after_all_has_been() -> None:

@@ -25,7 +25,6 @@ from __future__ import annotations
 import copy
 import math
 import random
-import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -33,6 +32,7 @@ from typing import Any
 import numpy as np
 
 from planner.chains.chain import Chain, Stage, held_throughout, left_for
+from planner.process.clock import now_s
 from planner.schedule import Schedule, keep_all, with_frees
 from planner.simulate import simulate
 
@@ -136,7 +136,7 @@ class ChainProgram:
     def tables(self, room_bytes: int, unit_bytes: int, *, more: int = 0, deadline: float = math.inf) -> Tables:
         """Solve for the budget ``fixed_bytes + room_bytes``, and all that are some units less or up to ``more`` units more.
 
-        Raises TimeoutError where that is not done by ``deadline`` (of ``time.perf_counter``).
+        Raises TimeoutError where that is not done by ``deadline`` (of ``planner.process.clock.now_s``).
         """
         return Tables(self._links, room_bytes // unit_bytes + more, unit_bytes, room_bytes % unit_bytes, deadline)
 
@@ -423,7 +423,7 @@ class Tables:
 
 
 def _check_clock(deadline: float) -> None:
-    if time.perf_counter() > deadline:
+    if now_s() > deadline:
         raise TimeoutError("out of time in the chain program")
 
 
@@ -478,7 +478,7 @@ def solve_chain(
         unit_bytes = program.grain_bytes
     notes = {"stages": count, "unit_bytes": unit_bytes}
     more = -(-held_bytes // unit_bytes) + (count if rounded else 0)
-    deadline = time.perf_counter() + time_limit_s
+    deadline = now_s() + time_limit_s
     try:
         tables = program.tables(most, unit_bytes, more=min(more, slots), deadline=deadline)
     except TimeoutError:

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -33,6 +32,7 @@ import numpy as np
 from graphs.errors import InvalidSchedule
 from graphs.ir import Graph
 from planner.bounds import least_bytes
+from planner.process.clock import now_s
 from planner.process.flat import Flags
 from planner.process.loading import TINY, load_once, undisturbed
 from planner.schedule import Schedule, early_values, keep_all, put_in_graph_order, with_frees
@@ -57,9 +57,9 @@ def least_peak(
             proportion
     proves  called with what is proved, each time that it is more
     """
-    deadline = time.perf_counter() + time_limit_s
+    deadline = now_s() + time_limit_s
     proved = least_bytes(graph)
-    if time.perf_counter() >= deadline:
+    if now_s() >= deadline:
         return proved, None
     search = _Backwards(graph)
     for latest in (False, True):
@@ -74,18 +74,18 @@ def fitting(graph: Graph, budget_bytes: int, *, states: int = FIT_STATES, time_l
 
     states  sets to visit at most, in each of a few searches; the first are for schedules in graph order
     """
-    deadline = time.perf_counter() + time_limit_s
+    deadline = now_s() + time_limit_s
     whole = keep_all(graph)
     if simulate(graph, whole).peak_bytes <= budget_bytes:
         yield whole
         return
-    if time.perf_counter() >= deadline or least_bytes(graph) > budget_bytes:
+    if now_s() >= deadline or least_bytes(graph) > budget_bytes:
         return
     search = _Backwards(graph)
     small = search.small(SMALL_SHARE * budget_bytes)
     found = False
     for in_order, stays in itertools.product((True, False), (search.early, search.early | small)):
-        if time.perf_counter() >= deadline or (found and not in_order):
+        if now_s() >= deadline or (found and not in_order):
             return
         _, path = search.run(
             budget_bytes, states, deadline, latest=in_order, only_latest=in_order, most_bytes=budget_bytes, stays=stays
@@ -159,7 +159,7 @@ class _Backwards:
         seen: set[bytes] = set()
         heap: list[tuple[int, int, int, int]] = [(level_bytes, 0, -1, -1)]
         count = 0
-        while heap and len(visited) < states and time.perf_counter() < deadline:
+        while heap and len(visited) < states and now_s() < deadline:
             peak, _, after, op = heapq.heappop(heap)
             if peak > level_bytes:
                 level_bytes = peak
@@ -213,7 +213,7 @@ class _Backwards:
         ops = [state.op for state in reversed(path)][1:]
         present, at, stride = self._outputs.copy(), 0, 1
         visited = [_Visited(np.packbits(present).tobytes(), (), -1, -1)]
-        while present.any() and time.perf_counter() < deadline:
+        while present.any() and now_s() < deadline:
             steps: list[tuple[int, Flags]] = []
             ahead, reached = present, at
             while len(steps) < stride and ahead.any():
@@ -256,7 +256,7 @@ class _Backwards:
         sets = self._sets
         sets.shrinking[:] = sets.outputs.size, 0, 0, int(sets.size[present].sum())
         while not self._kernels.shrink(sets, present, most_bytes, stays, CHUNK):
-            if time.perf_counter() >= deadline:
+            if now_s() >= deadline:
                 return None
         dropped: list[int] = sets.dropped[: sets.shrinking[1]].tolist()
         return dropped
@@ -278,11 +278,11 @@ class _Backwards:
             self._again(self._members(state), state.dropped[::-1], peak_bytes, runs)
             if state.op >= 0:
                 runs.append(state.op)
-            if len(runs) > (most_runs if time.perf_counter() < deadline else 2 * len(graph.ops)):
+            if len(runs) > (most_runs if now_s() < deadline else 2 * len(graph.ops)):
                 return None
         for whole in (runs,) if len(set(runs)) == len(graph.ops) else (self._beside(runs), self._ahead(runs)):
             for sequence in (put_in_graph_order(graph, whole), put_in_graph_order(graph, whole, waits=False), whole):
-                if not is_first and time.perf_counter() >= deadline:
+                if not is_first and now_s() >= deadline:
                     return None
                 is_first = False
                 schedule = with_frees(graph, sequence)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Iterator
 
 from graphs.ir import Graph
 from planner.bounds import least_bytes
 from planner.least.pebbling import fitting
 from planner.on_demand import walk_search
+from planner.process.clock import now_s
 from planner.schedule import Schedule, keep_all, with_frees
 from planner.simulate import simulate
 
@@ -34,14 +34,14 @@ def smaller_and_smaller(graph: Graph, *, time_limit_s: float, proved_bytes: int 
     time_limit_s  for all of it, half of it at most for walks, and one walk more; only keeping all is known where it is 0
     proved_bytes  no schedule needs less (default: ``least_bytes``)
     """
-    began = time.perf_counter()
+    began = now_s()
     whole = keep_all(graph)
     works = simulate(graph, whole).peak_bytes
     yield works, whole
     proved_bytes = least_bytes(graph) if proved_bytes is None else proved_bytes
     for find, deadline in ((_walked, began + time_limit_s / 2), (_pebbled, began + time_limit_s)):
         fails = proved_bytes - 1
-        while works - fails > max(1, CLOSE * works) and time.perf_counter() < deadline:
+        while works - fails > max(1, CLOSE * works) and now_s() < deadline:
             middle = (works + fails) // 2
             schedule = find(graph, middle, deadline)
             if schedule is None:
@@ -56,12 +56,12 @@ def fitting_next_to(graph: Graph, budget_bytes: int, *, time_limit_s: float, pro
 
     What a search finds for one budget may fit a smaller one for which it finds nothing.
     """
-    deadline = time.perf_counter() + time_limit_s
+    deadline = now_s() + time_limit_s
     for peak_bytes, schedule in smaller_and_smaller(graph, time_limit_s=time_limit_s, proved_bytes=proved_bytes):
         if peak_bytes <= budget_bytes:
             return schedule
     for share, find in itertools.product(LARGER, (_walked, _pebbled)):
-        if time.perf_counter() >= deadline:
+        if now_s() >= deadline:
             break
         found = find(graph, int((1 + share) * budget_bytes), deadline)
         if found is not None and simulate(graph, found).peak_bytes <= budget_bytes:
@@ -76,6 +76,4 @@ def _walked(graph: Graph, budget_bytes: int, deadline: float) -> Schedule | None
 
 
 def _pebbled(graph: Graph, budget_bytes: int, deadline: float) -> Schedule | None:
-    return next(
-        fitting(graph, budget_bytes, states=max(STATES, len(graph.ops)), time_limit_s=deadline - time.perf_counter()), None
-    )
+    return next(fitting(graph, budget_bytes, states=max(STATES, len(graph.ops)), time_limit_s=deadline - now_s()), None)

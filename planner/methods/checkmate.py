@@ -5,7 +5,6 @@ The model is ``planner.methods.checkmate_model``; any solver of ``planner.solver
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 from graphs.errors import InputError
@@ -21,6 +20,7 @@ from planner.methods.checkmate_model import (
     start_values,
     walk,
 )
+from planner.process.clock import now_s
 from planner.result import Plan
 from planner.schedule import Schedule, keep_all, with_frees
 from planner.solvers.milp import Outcome
@@ -115,7 +115,7 @@ def _solve(search: Incumbent, model: CheckmateModel, solver: str, seed: int, *, 
     answer = minimise(
         model.milp,
         solver=solver,
-        time_limit_s=search.deadline - time.perf_counter(),
+        time_limit_s=search.deadline - now_s(),
         gap=search.gap * graph.keep_all_time_ns / model.unit_ns,
         start=begin,
         seed=seed,

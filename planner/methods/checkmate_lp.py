@@ -6,7 +6,6 @@ may exceed the budget, so the LP is solved for (1 - allowance) of it and the sch
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -17,6 +16,7 @@ from graphs.errors import InputError
 from graphs.ir import Graph
 from planner.incumbent import Incumbent
 from planner.methods.checkmate_model import CheckmateModel, Held, Stopped, checkmate_model, out_of_time, walk
+from planner.process.clock import now_s
 from planner.result import Plan
 from planner.schedule import Schedule, keep_all, with_frees
 from planner.solvers.milp import Outcome
@@ -135,7 +135,7 @@ class _Search(Incumbent):
             return False
         withheld = int(allowance * (self.budget_bytes - self.graph.resident_bytes))
         model = checkmate_model(self.graph, self.budget_bytes - withheld, integer=False, deadline=self.deadline)
-        left_s = self.deadline - time.perf_counter()
+        left_s = self.deadline - now_s()
         answer = minimise(model.milp, solver=self.solver, time_limit_s=left_s, seed=self.seed)
         if not withheld:
             self.raise_bound(model.bound_ns(answer.bound), restricted=True)

@@ -41,12 +41,12 @@ Reductions (``presolve``), none of which loses an optimum:
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 from typing import Literal
 
 from graphs.ir import Graph
+from planner.process.clock import now_s
 from planner.schedule import Compute, Schedule, computes, with_frees
 from planner.solvers.milp import Milp
 from planner.solvers.mip_solvers import satisfies
@@ -128,7 +128,7 @@ def checkmate_model(
     presolve            leave out what cannot matter; the optimum is the same
     recompute_backward  False: backward ops run once, so what they make is held until its last use
     integer             False: the LP relaxation
-    deadline            of ``time.perf_counter``; raises Stopped when it passes, and where the model gets too large
+    deadline            of ``planner.process.clock.now_s``; raises Stopped when it passes, and where the model gets too large
     """
     count = len(graph.ops)
     if not graph.outputs <= graph.resident | set(graph.ops[-1].outputs):
@@ -174,7 +174,7 @@ def checkmate_model(
 
 def out_of_time(deadline: float) -> None:
     """Raise Stopped where the deadline has passed."""
-    if time.perf_counter() > deadline:
+    if now_s() > deadline:
         raise Stopped("time limit")
 
 

@@ -7,7 +7,6 @@ rule knows sizes, but no times.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 
 from graphs.errors import InputError
@@ -15,6 +14,7 @@ from graphs.ir import Graph
 from planner.chains.chain import forward_count
 from planner.chains.checkpoints import Trials, candidates_of, every_root, kinds, runs
 from planner.incumbent import Incumbent
+from planner.process.clock import now_s
 from planner.result import Plan
 from planner.schedule import Schedule, with_frees
 from planner.simulate import simulate
@@ -56,7 +56,7 @@ def solve(
                 for limit in limits:
                     if trials.take(_checkpoints(graph, allowed, limit)):
                         notes.update(candidates=kind, b_bytes=limit)
-                    if time.perf_counter() > search.deadline:
+                    if now_s() > search.deadline:
                         notes["stopped"] = "time limit"
                         break
         except KeyboardInterrupt:

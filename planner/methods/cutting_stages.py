@@ -16,12 +16,12 @@ schedule has another order than the graph, all of this is done for that.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
 from graphs.ir import Graph
+from planner.process.clock import now_s
 from planner.result import Plan
 from planner.schedule import Schedule, computes, first_runs, in_graph_order, keep_all, put_in_graph_order, renumbered, with_frees
 from planner.solvers.milp import Answer, Outcome
@@ -104,10 +104,10 @@ def solve(
     except KeyboardInterrupt:
         search.notes["stopped"] = "interrupted"
         search.take_last()
-    search.tell_cut_short("stopped" not in search.notes and time.perf_counter() >= search.deadline)
+    search.tell_cut_short("stopped" not in search.notes and now_s() >= search.deadline)
     if search.best is None and "infeasible" not in search.notes:  # no time for more
         try:
-            search.begin_walks(time.perf_counter() + LAST_S)
+            search.begin_walks(now_s() + LAST_S)
         except KeyboardInterrupt:
             search.notes["stopped"] = "interrupted"
             search.take_walk()
@@ -149,7 +149,7 @@ def _reorder(search: StageSearch, share: float, *, anew: bool = False) -> None:
     anew  not from the best schedule on
     """
     search.reordered = True
-    runs = search_orders(search, search.seed, time.perf_counter() + share * search.left_s, anew=anew)
+    runs = search_orders(search, search.seed, now_s() + share * search.left_s, anew=anew)
     search.follow(runs)
     if search.best is None and not in_graph_order(runs) and not search.done():
         _solve_in(search, with_frees(search.graph, runs), share * search.left_s)
@@ -405,7 +405,7 @@ def _exhaust(search: StageSearch, looks: int, aim: float) -> bool:
         deadline=search.deadline,
         proves=partial(search.raise_bound, restricted=False),
     )
-    search.tell_cut_short(time.perf_counter() >= search.deadline)
+    search.tell_cut_short(now_s() >= search.deadline)
     if found.runs is not None:
         search.offer(with_frees(search.graph, found.runs), "A*")
     if math.isinf(found.bound_ns):
@@ -420,13 +420,13 @@ def _first_schedules(search: StageSearch, guide: Callable[[float], None] | None)
     if not search.trained and not search.nested and not search.done():
         ended = anneal_on(search, range(len(search.graph.ops)), search.seed, ANNEAL_SHARE * search.left_s, keep_order=True)
         search.follow(ended.runs)
-    until = search.deadline if search.trained else time.perf_counter() + WALKS_SHARE * search.left_s
+    until = search.deadline if search.trained else now_s() + WALKS_SHARE * search.left_s
     search.begin_walks(until)
     if search.best is not None:
         search.follow(list(computes(search.best)))
     if guide is not None and not search.nested:
         guide(until)
-    search.tell_cut_short(time.perf_counter() >= until)
+    search.tell_cut_short(now_s() >= until)
 
 
 def _look_further(search: StageSearch, round_: _Round) -> Reached | None:
@@ -447,7 +447,7 @@ def _look_further(search: StageSearch, round_: _Round) -> Reached | None:
     try:
         return climb.beside(others)
     finally:
-        if time.perf_counter() >= search.deadline:
+        if now_s() >= search.deadline:
             search.take_beyond()
 
 
@@ -503,10 +503,10 @@ def _scrape(search: StageSearch, *, in_order: bool) -> bool:
         return False
     if not search.trained:
         _elsewhere(search)
-    if search.time_ns is None and not search.done() and repeats(search.graph):
-        try_blocks(search)
     if in_order and search.is_poor and not search.done():
         _solve_coarser(search, HALF)
+    if search.time_ns is None and not search.done() and repeats(search.graph):
+        try_blocks(search)
     if search.time_ns is None:
         pebble(search, least)
     elif search.is_poor:

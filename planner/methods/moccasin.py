@@ -8,7 +8,6 @@ model is ``planner.methods.retention``. Phase 1 looks for any schedule within th
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ from graphs.errors import InputError, check_positive
 from graphs.ir import Graph
 from planner.incumbent import Incumbent
 from planner.methods.retention import Coverage, Lengths, Numbering, RetentionModel, sequence, staged
+from planner.process.clock import now_s
 from planner.result import Plan
 from planner.schedule import Schedule, computes, keep_all, with_frees
 from planner.simulate import simulate
@@ -122,12 +122,12 @@ def _phases(search: _Search, model: RetentionModel, start: Schedule | None, limi
 
 def _phase_1(search: _Search, model: RetentionModel, limits: dict[str, Any]) -> list[list[int]] | None:
     """Any schedule of the space within the budget; None where there is none or none was found, which the notes then say."""
-    began = time.perf_counter()
+    began = now_s()
     found: list[list[list[int]]] = []
     model.hint([[v] for v in range(len(model.graph.ops))])
     model.aim_at_peak()
     answer = cp_sat.minimise(model.model, model.watch, **limits, on_solution=lambda values: found.append(model.read(values)))
-    search.notes["phase_1_s"] = time.perf_counter() - began
+    search.notes["phase_1_s"] = now_s() - began
     # The solution that ends the phase fits in the model's own count, and the ruler never counts more.
     if answer.values is not None and answer.cost == max(0, model.capacity):
         search.take(found[-1], "phase 1")
@@ -147,7 +147,7 @@ def _phase_1(search: _Search, model: RetentionModel, limits: dict[str, Any]) -> 
 
 def _phase_2(search: _Search, model: RetentionModel, limits: dict[str, Any]) -> None:
     """The least time within the budget."""
-    began = time.perf_counter()
+    began = now_s()
     model.aim_at_time()
 
     def on_bound(cost: int) -> None:
@@ -164,7 +164,7 @@ def _phase_2(search: _Search, model: RetentionModel, limits: dict[str, Any]) -> 
         on_solution=lambda values: search.take(model.read(values), "phase 2"),
         on_bound=on_bound,
     )
-    search.notes["phase_2_s"] = time.perf_counter() - began
+    search.notes["phase_2_s"] = now_s() - began
     assert answer.outcome is not Outcome.INFEASIBLE, "phase 2 found no schedule though it was given one"
     if answer.outcome is Outcome.STOPPED:
         search.notes["stopped"] = "time limit"

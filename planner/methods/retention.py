@@ -29,7 +29,6 @@ effect, or of one whose outputs nobody reads or have no bytes; a value of no byt
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -37,6 +36,7 @@ from typing import Literal
 from ortools.sat.python import cp_model
 
 from graphs.ir import Graph
+from planner.process.clock import now_s
 from planner.schedule import with_frees
 from planner.simulate import simulate
 
@@ -125,7 +125,7 @@ class RetentionModel:
         lengths: Lengths = "any",
         deadline: float = math.inf,
     ) -> None:
-        """Raises TimeoutError where the model is not built by ``deadline`` (of ``time.perf_counter``)."""
+        """Raises TimeoutError where the model is not built by ``deadline`` (of ``planner.process.clock.now_s``)."""
         self.graph = graph
         self.model = cp_model.CpModel()
         self._deadline = deadline
@@ -165,7 +165,7 @@ class RetentionModel:
         return len(self.graph.ops) * s + k if self._numbering == "affine" else s * (s + 1) // 2 + k
 
     def _check_time(self) -> None:
-        if time.perf_counter() > self._deadline:
+        if now_s() > self._deadline:
             raise TimeoutError("out of time while building the model")
 
     def _scale(self, budget_bytes: int) -> None:

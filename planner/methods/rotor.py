@@ -8,7 +8,6 @@ layers dropping something early and making it again can be cheaper.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 from graphs.errors import check_positive
@@ -16,6 +15,7 @@ from graphs.ir import Graph
 from planner.chains.chain import chain_of_ops
 from planner.chains.chain_dp import SLOTS, ChainProgram, Way, solve_chain, too_long
 from planner.incumbent import Incumbent
+from planner.process.clock import now_s
 from planner.result import Plan
 from planner.schedule import Schedule, keep_all
 
@@ -49,7 +49,7 @@ def solve(
             told = too_long(len(chain.stages))
             if told is None:
                 program = ChainProgram(chain, [[Way(stage.forward, stage.backward)] for stage in chain.stages])
-                left_s = search.deadline - time.perf_counter()
+                left_s = search.deadline - now_s()
                 search.best, search.notes = solve_chain(program, budget_bytes, slots, time_limit_s=left_s)
             elif search.offer(keep_all(graph), "keep all").peak_bytes > budget_bytes:
                 search.notes = told

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import inf
@@ -31,6 +30,7 @@ from networkx.algorithms.approximation.treewidth import min_fill_in_heuristic, t
 
 from graphs.ir import Graph
 from planner.incumbent import Incumbent
+from planner.process.clock import now_s
 from planner.result import Plan
 from planner.schedule import Compute, Schedule, keep_all, with_frees
 
@@ -170,11 +170,11 @@ def decompose(graph: Graph, *, seed: int = 0, deadline: float = inf) -> Tree:
 
     At every level the bag is the root that leaves the smallest largest part: none has more than half of the ops.
 
-    deadline  as ``time.perf_counter`` tells it: raises TimeoutError where ops are left to eliminate then
+    deadline  as ``planner.process.clock.now_s`` tells it: raises TimeoutError where ops are left to eliminate then
     """
 
     def least_fill(left: dict[int, set[int]]) -> int | None:
-        if time.perf_counter() >= deadline:
+        if now_s() >= deadline:
             raise TimeoutError
         chosen: int | None = min_fill_in_heuristic(left)
         return chosen
@@ -259,7 +259,7 @@ def remat(
     cut       level at which parts run whole, in graph order (None: no cut)
     together  ask for all outputs at once; else one after the other, which holds less and runs more
     max_runs  None is returned where the sequence has more runs
-    deadline  as ``time.perf_counter`` tells it: raises TimeoutError where there is more to write then
+    deadline  as ``planner.process.clock.now_s`` tells it: raises TimeoutError where there is more to write then
 
     Random ops, and ops with an effect, run for the first time in graph order, the latter only once.
     """
@@ -350,7 +350,7 @@ class _Writer:
         """What makes the outputs wanted, in order: ops of the separator to run, and calls into the parts below it."""
         if call in self._tasks:
             return self._tasks[call]
-        if time.perf_counter() >= self._deadline:
+        if now_s() >= self._deadline:
             raise TimeoutError
         part, wanted = call
         target = self._needed(part, wanted)
@@ -442,7 +442,7 @@ def forward_pass(graph: Graph, runs: Sequence[int], budget_bytes: int, *, deadli
     ran = [False] * len(graph.ops)
     kept = []
     for at, i in enumerate(runs):
-        if not at % CHUNK and time.perf_counter() >= deadline:
+        if not at % CHUNK and now_s() >= deadline:
             raise TimeoutError
         op = graph.ops[i]
         freed = frees[at]

@@ -10,9 +10,13 @@ from typing import Any, TypeVar, cast
 
 import numba
 from numba.core.caching import FunctionCache
+from numba.core.event import Event, Listener, register
+
+from planner.process import clock
 
 log = logging.getLogger("belady")
 F = TypeVar("F", bound=Callable[..., object])
+_own: set[Callable[..., object]] = set()
 
 
 def njit(function: F) -> F:
@@ -21,6 +25,7 @@ def njit(function: F) -> F:
     It keeps the interpreter's lock: without it, Ctrl-C that comes when compiled code ends becomes a SystemError.
     """
     compiled: Any = numba.njit(function)
+    _own.add(function)
     try:
         compiled._cache = _Cache(function)  # type: ignore[no-untyped-call]
     except RuntimeError:  # neither beside the source nor in the user's folders: a container with another user, say
@@ -46,7 +51,36 @@ class _Cache(FunctionCache):
             _tell_uncached()
 
 
+class _Compilations(Listener):
+    """Stops the clock of time limits while numba compiles what ``njit`` was given, and tells of the first time."""
+
+    depth = 0  # functions are compiled within others
+
+    def on_start(self, event: Event) -> None:
+        if _is_own(event):
+            if self.depth == 0:
+                _tell_compiling()
+                clock.stand_still()
+            self.depth += 1
+
+    def on_end(self, event: Event) -> None:
+        if _is_own(event):
+            self.depth -= 1
+            if self.depth == 0:
+                clock.go_on()
+
+
+def _is_own(event: Event) -> bool:
+    return event.data["dispatcher"].py_func in _own
+
+
+register("numba:compile", _Compilations())  # type: ignore[no-untyped-call]
 untyped: Any = njit  # the same for functions without types
+
+
+@cache
+def _tell_compiling() -> None:
+    log.warning("compiling code for this machine, once: it may take a minute, which no time limit counts")
 
 
 @cache

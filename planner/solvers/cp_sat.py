@@ -10,13 +10,13 @@ import enum
 import math
 import queue
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ortools.sat.python import cp_model
 
+from planner.process.clock import now_s
 from planner.process.waiting import Done, begin
 from planner.solvers.milp import GRACE_S, GRACE_SHARE, leave_behind
 
@@ -71,7 +71,7 @@ def minimise(
     """Solve a model whose objective is an integer at least 0 in every solution.
 
     watch         the variables whose values are wanted
-    deadline      of ``time.perf_counter``
+    deadline      of ``planner.process.clock.now_s``
     gap           stop when (cost - bound) / cost is at most this; the outcome is then SOLVED too
     absolute_gap  or when cost - bound is at most this
     linearization_level  how much of the model the linear relaxation holds, 0 to 2
@@ -87,7 +87,7 @@ def minimise(
     """
     if error := model.validate():
         raise AssertionError(f"CP-SAT refuses the model: {error}")
-    given_s = max(0.0, deadline - time.perf_counter())
+    given_s = max(0.0, deadline - now_s())
     solver = cp_model.CpSolver()
     solver.parameters.max_time_in_seconds = given_s
     solver.parameters.relative_gap_limit = gap
@@ -122,14 +122,14 @@ def minimise(
         begin(search.run, ())
         if meanwhile is not None:
             meanwhile(search.done)
-        while not search.done.wait(0.02 if search.young else 0.1) and time.perf_counter() < late:
-            if time.perf_counter() > deadline:
+        while not search.done.wait(0.02 if search.young else 0.1) and now_s() < late:
+            if now_s() > deadline:
                 solver.stop_search()
             pass_on()
     except BaseException:  # Ctrl-C above all; whatever it is, no solver may be left alone
-        late = time.perf_counter() + GRACE_S
+        late = now_s() + GRACE_S
         try:
-            while not search.done.wait(0.02) and time.perf_counter() < late:
+            while not search.done.wait(0.02) and now_s() < late:
                 solver.stop_search()
         finally:  # on a second Ctrl-C too
             if not search.done.is_set():
@@ -170,14 +170,14 @@ class _Search(cp_model.CpSolverSolutionCallback):
         super().__init__()
         self._at_once = at_once
         self._solver, self._model, self._watch, self._news = solver, model, watch, news
-        self._began = time.perf_counter()
+        self._began = now_s()
         self.status: Any = None
         self.error: BaseException | None = None
         self.done = Done()
 
     @property
     def young(self) -> bool:
-        return time.perf_counter() - self._began < 0.5
+        return now_s() - self._began < 0.5
 
     def run(self) -> None:
         try:

@@ -11,7 +11,6 @@ import atexit
 import enum
 import math
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from planner.process import turns
+from planner.process.clock import now_s
 from planner.process.waiting import Done, begin
 
 T = TypeVar("T")
@@ -128,12 +128,12 @@ class Milp:
                     comes when both are
         """
         proto = self.proto()
-        began = time.perf_counter()
+        began = now_s()
         parameters = _parameters(time_limit_s, gap, cutoff, node_limit, seed)
         result = run_apart(partial(_highs, proto, parameters), time_limit_s, meanwhile)
         if _infeasible(result):
             # HiGHS's presolve has called feasible models infeasible, so its word is asked for again without presolve.
-            left_s = time_limit_s - (time.perf_counter() - began)
+            left_s = time_limit_s - (now_s() - began)
             again = _parameters(left_s, gap, cutoff, node_limit, seed, presolve=False)
             result = run_apart(partial(_highs, proto, again), left_s) if left_s > 0 else None
         if result is None:
@@ -157,7 +157,7 @@ class Milp:
         The bound is that of the duals, made feasible, so it holds whatever the solver's tolerances; INFEASIBLE is its word alone.
         ``meanwhile`` as above.
         """
-        solve = partial(self._relax, time.perf_counter() + time_limit_s, more)
+        solve = partial(self._relax, now_s() + time_limit_s, more)
         answer = run_apart(solve, time_limit_s, meanwhile) if left is None else solve(left)
         return Answer(Outcome.STOPPED, None, math.inf, -math.inf) if answer is None else answer
 
@@ -173,7 +173,7 @@ class Milp:
         interrupter = _interrupter()
         left.then(interrupter.interrupt)
         while True:
-            parameters = limited(deadline - time.perf_counter())
+            parameters = limited(deadline - now_s())
             if more is not None:  # new rows leave the duals feasible, and the solver's own preprocessing would begin anew
                 parameters.glop.use_dual_simplex = True
                 parameters.glop.use_preprocessing = False
@@ -187,7 +187,7 @@ class Milp:
                 answer = self._relaxed(result.solutions[0])
                 rows, entries = len(self.row_lower), len(self.entries)
                 assert answer.values is not None
-                if more is None or time.perf_counter() >= deadline or left.is_set() or not more(answer.values):
+                if more is None or now_s() >= deadline or left.is_set() or not more(answer.values):
                     return answer
                 added = self._added(rows, entries)
             glop.update(added)
@@ -392,7 +392,7 @@ def run_apart(
     It is left behind on Ctrl-C, and where the solver does not look at its clock (in presolve, say). None then, and where it
     gives up over its numerics.
     """
-    late = time.perf_counter() + (1 + GRACE_SHARE) * time_limit_s + GRACE_S
+    late = now_s() + (1 + GRACE_SHARE) * time_limit_s + GRACE_S
     results: list[T] = []
     errors: list[BaseException] = []
     done, left = Done(), left or Left()
@@ -410,7 +410,7 @@ def run_apart(
         if meanwhile is not None:
             meanwhile(done)
         while not done.wait(0.1):
-            if time.perf_counter() > late:
+            if now_s() > late:
                 left.set()
                 leave_behind(done)
                 return None

@@ -14,13 +14,13 @@ import re
 import signal
 import subprocess
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from graphs.errors import InputError
+from planner.process.clock import now_s
 from planner.process.waiting import Done, begin
 from planner.solvers.milp import Milp, Outcome, leave_behind, limited
 
@@ -171,7 +171,7 @@ class _Cbc:
         self._path = _cbc_path()
 
     def solve(self) -> Answer:
-        began = time.perf_counter()
+        began = now_s()
         folder = Path(self._folder.name)
         write_mps(self._milp, folder / "model.mps")
         command = [self._path, "model.mps", "-timeMode", "elapsed", "-ratio", "0", "-allow", repr(self._gap)]
@@ -183,14 +183,14 @@ class _Cbc:
         answer = self._once(command, began)
         if answer.outcome is Outcome.INFEASIBLE and any(self._milp.integer):
             # CBC's preprocessing has called feasible models infeasible, so its word is asked for again without.
-            if time.perf_counter() - began >= self._time_limit_s:
+            if now_s() - began >= self._time_limit_s:
                 return Answer(Outcome.STOPPED, stopped="time limit")
             answer = self._once([*command, "-preprocess", "off", "-presolve", "off"], began)
         return answer
 
     def _once(self, command: list[str], began: float) -> Answer:
         folder = Path(self._folder.name)
-        left_s = max(0.01, self._time_limit_s - (time.perf_counter() - began))
+        left_s = max(0.01, self._time_limit_s - (now_s() - began))
         solve = "-solve" if any(self._milp.integer) else "-initialSolve"
         command = [*command, "-sec", f"{left_s:.3f}", solve, "-solution", "solution.txt"]
         (folder / "solution.txt").unlink(missing_ok=True)
@@ -314,13 +314,13 @@ class _MathOpt:
     def solve(self) -> Answer:
         from ortools.math_opt import result_pb2
 
-        began = time.perf_counter()
+        began = now_s()
         result = self._once(self._time_limit_s, presolve=True)
         infeasible = (
             result_pb2.TERMINATION_REASON_INFEASIBLE,
             result_pb2.TERMINATION_REASON_INFEASIBLE_OR_UNBOUNDED,  # never unbounded: every variable has bounds
         )
-        left_s = self._time_limit_s - (time.perf_counter() - began)
+        left_s = self._time_limit_s - (now_s() - began)
         if isinstance(result, Answer):
             return result
         if result.termination.reason in infeasible and self._kind == MATH_OPT["highs"]:
@@ -444,7 +444,7 @@ class _Pulp:
     def solve(self) -> Answer:
         import pulp
 
-        began = time.perf_counter()
+        began = now_s()
         with tempfile.TemporaryDirectory(prefix="pulp-") as folder:
             path = Path(folder, "model.mps")
             write_mps(self._milp, path)
@@ -453,7 +453,7 @@ class _Pulp:
             for i, value in enumerate(self._start):
                 variables[f"x{i}"].setInitialValue(round(value) if self._milp.integer[i] else value, check=False)
         asked = {
-            "timeLimit": max(1.0, self._time_limit_s - (time.perf_counter() - began)),
+            "timeLimit": max(1.0, self._time_limit_s - (now_s() - began)),
             "gapAbs": self._gap,
             "gapRel": 0.0,
             "warmStart": self._start is not None,
@@ -465,7 +465,7 @@ class _Pulp:
         except Exception as error:  # of whatever kind the solver's own package raises: no licence for this size, say
             size = f"{len(self._milp.cost):,} variables and {len(self._milp.row_lower):,} rows"
             raise InputError(f"the solver {self._name!r} refused a model of {size}: {error}; use another one") from error
-        in_time = time.perf_counter() - began < 0.95 * self._time_limit_s
+        in_time = now_s() - began < 0.95 * self._time_limit_s
         if problem.status == pulp.LpStatusInfeasible and in_time:  # its sol_status says so of "Not Solved" too
             return Answer(Outcome.INFEASIBLE, bound=math.inf)
         solved = in_time and problem.sol_status == pulp.LpSolutionOptimal

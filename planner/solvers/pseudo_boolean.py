@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from ortools.sat.python import cp_model
 
+from planner.process.clock import now_s
 from planner.solvers import cp_sat
 from planner.solvers.milp import Answer, Milp, Outcome
 
@@ -40,7 +40,7 @@ def minimise(
     Fractions are taken for zeros and ones. That must lose no solution, as where they are no more than auxiliaries of the
     integer variables.
     """
-    deadline = time.perf_counter() + time_limit_s
+    deadline = now_s() + time_limit_s
     scale = _scale(milp.cost)
     model = _model(milp, scale, cutoff, floor)
     answer = cp_sat.minimise(

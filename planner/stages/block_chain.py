@@ -9,13 +9,13 @@ al., ICML 2023).
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from graphs.ir import Graph
 from planner.chains.chain import Chain, chain_of_blocks, held_throughout, small_crossing
 from planner.chains.chain_dp import SLOTS, ChainProgram, solve_chain, too_long
+from planner.process.clock import now_s
 from planner.schedule import Schedule
 from planner.stages.blocks import Block, BlockSolver, blocks
 
@@ -45,7 +45,7 @@ def block_schedule(
     peaks, saves  budgets for each block: of its peak, and of what it holds between forward and backward pass
     slots         memory units of the dynamic program at most
     """
-    deadline = time.perf_counter() + time_limit_s
+    deadline = now_s() + time_limit_s
     chain = _chain(graph)
     if (notes := too_long(len(chain.stages))) is not None:
         return BlockSchedule(None, notes)
@@ -56,7 +56,7 @@ def block_schedule(
     total = _distinct_ops(problems)
     ways = [solver.ways(block, time_limit_s * len(block.graph.ops) / total) for block in problems]
     program = ChainProgram(chain, ways)
-    left_s = deadline + time_limit_s + 1 - time.perf_counter()
+    left_s = deadline + time_limit_s + 1 - now_s()
     schedule, notes = solve_chain(program, budget_bytes, slots, time_limit_s=left_s)
     notes.update(distinct=solver.distinct, solved=solver.solved, exact=solver.exact, ways=sum(map(len, ways)))
     if solver.cut_short:

@@ -9,7 +9,6 @@ overflows.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -19,6 +18,7 @@ from planner.chains.chain import Chain, held_throughout, left_for
 from planner.chains.chain_dp import Way
 from planner.least.pebbling import least_peak
 from planner.on_demand import sat_minimise
+from planner.process.clock import now_s
 from planner.schedule import Compute, keep_all, with_frees
 from planner.simulate import Trace, simulate
 from planner.solvers.milp import Outcome
@@ -114,7 +114,7 @@ class BlockSolver:
 
     room_bytes     no way with a higher peak is of use
     peaks, saves   how many budgets of each kind
-    deadline       ``time.perf_counter()`` at which to stop solving
+    deadline       ``now_s()`` at which to stop solving
     solved, exact  pairs of budgets looked at, and how many of them were solved to the end
     cut_short      whether the clock ended something: the same again may then give other ways
     distinct       different blocks seen
@@ -138,7 +138,7 @@ class BlockSolver:
         """Ways to run a block, each of use for some budgets; keeping all is among them. ``share_s``: time to solve at most."""
         key = block.fingerprint
         if key not in self._found:
-            self._found[key] = self._solve(block, min(self.deadline, time.perf_counter() + share_s))
+            self._found[key] = self._solve(block, min(self.deadline, now_s() + share_s))
         return [block.split(runs) for runs in self._found[key]]
 
     def _solve(self, block: Block, deadline: float) -> list[list[int]]:
@@ -148,10 +148,10 @@ class BlockSolver:
         found = [everything]
         done: list[tuple[int, int, Trace, int]] = []  # budgets, and trace and saved bytes of the least time for them
         most = min(whole.peak_bytes, self.room_bytes)
-        least, _ = least_peak(graph, states=PEBBLE_WORK // len(everything), time_limit_s=deadline - time.perf_counter())
+        least, _ = least_peak(graph, states=PEBBLE_WORK // len(everything), time_limit_s=deadline - now_s())
         for peak_bytes in _grid(least, most, self.peaks):
             for saved_bytes in _grid(_output_bytes(block), _saved(block, whole, everything), self.saves):
-                if time.perf_counter() > deadline:
+                if now_s() > deadline:
                     self.cut_short = True
                     break
                 # Least for wider budgets and within these: least for these too.
@@ -190,7 +190,7 @@ class BlockSolver:
             gap = STILL_EXACT * graph.keep_all_time_ns / model.unit_ns
             add_spans(model)
             minimise = partial(sat_minimise(), model.milp) if model.is_for_sat else model.milp.minimise
-            answer = minimise(time_limit_s=max(0.01, deadline - time.perf_counter()), gap=gap, seed=self.seed)
+            answer = minimise(time_limit_s=max(0.01, deadline - now_s()), gap=gap, seed=self.seed)
             self.cut_short |= answer.outcome is Outcome.STOPPED
             if answer.values is None:
                 return None, answer.outcome is Outcome.INFEASIBLE
@@ -203,7 +203,7 @@ class BlockSolver:
             if not more:
                 break
             events = sorted((*events, *more))
-            if time.perf_counter() > deadline:
+            if now_s() > deadline:
                 self.cut_short = True
                 break
         return None, False

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from graphs.ir import Graph
 from planner.process import turns
+from planner.process.clock import now_s
 from planner.solvers.milp import Left, run_apart
 from planner.stages.events import halfway
 from planner.stages.model import MOST_TINY, Event, stage_model, walk
@@ -100,7 +101,7 @@ class Climb:
 
         try:
             run_apart(self._relaxations, search.left_s, meanwhile, left)
-            has_ended = time.perf_counter() < search.deadline
+            has_ended = now_s() < search.deadline
         finally:
             count = self._solved(self._awaited[0] if has_ended else math.inf)
             told = self.reached[count]
@@ -115,7 +116,7 @@ class Climb:
         self._awaited = work, settled  # first: the other thread sets it from now on
         if self._ends_at <= work and self.search.walks.runs is not None:
             self.search.walk_beyond(settled, self.search.deadline, lambda: None)
-        while self._ends_at <= work and time.perf_counter() < self.search.deadline:
+        while self._ends_at <= work and now_s() < self.search.deadline:
             time.sleep(WAIT_S)
         told = self.reached[self._solved(work)]
         self.search.raise_bound(told.bound_ns, restricted=False)
@@ -156,10 +157,10 @@ class Climb:
             self.reached[-1], self.hurried = last._replace(is_last=True), True
             return False
         self._goes_on_until(last.work + work)
-        began = time.perf_counter()
+        began = now_s()
         least_rise = LEAST_RISE * self._distance_ns / model.unit_ns
         answer, rows = relax(model, last.rows, time_limit_s=search.left_s, least_rise=least_rise, left=left)
-        self._s_per_work = (time.perf_counter() - began) / work
+        self._s_per_work = (now_s() - began) / work
         if answer.values is None:
             return False
         with turns.first():

@@ -7,11 +7,11 @@ A schedule of it is one of the graph, with the same time, the same order of firs
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from graphs.ir import Graph, Op
+from planner.process.clock import now_s
 
 MOST_OPS = 20  # in a row that are looked at as one
 
@@ -39,7 +39,7 @@ def coarsen(graph: Graph, lost_ns: float, extra_bytes: float, *, deadline: float
 
     lost_ns      what an op may take more than that part of it which one of its outputs needs, where its others are there
     extra_bytes  what its inputs, outputs and workspace may be more than what its parts, one after the other, need at once
-    deadline     as ``time.perf_counter`` tells it; ops that are looked at later stay alone
+    deadline     as ``planner.process.clock.now_s`` tells it; ops that are looked at later stay alone
     """
     count = len(graph.ops)
     last = [readers[-1] if readers else -1 for readers in graph.consumers]
@@ -49,7 +49,7 @@ def coarsen(graph: Graph, lost_ns: float, extra_bytes: float, *, deadline: float
     best: list[tuple[float, float, int]] = [(0, 0.0, 0), *([(math.inf, math.inf, 0)] * count)]
     for start in range(count):
         fewest, lost_before, _ = best[start]
-        most_ops = MOST_OPS if time.perf_counter() < deadline else 1
+        most_ops = MOST_OPS if now_s() < deadline else 1
         for row in _rows(graph, last, start, most_ops, lost_ns):
             if fewest + 1 > best[row.end][0]:
                 continue

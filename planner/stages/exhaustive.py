@@ -21,7 +21,6 @@ a state at a higher price first, it is looked at again when it turns out cheaper
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -29,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from graphs.ir import Graph
+from planner.process.clock import now_s
 from planner.process.flat import Ints
 from planner.process.loading import TINY, load_once, undisturbed
 
@@ -105,12 +105,12 @@ class Exhaustive:
 
         below_ns  only schedules that take less time matter; the bound is this where there are none. No more than before
         looks     nodes to look at, at most. A million takes about three seconds; all that is kept takes a gigabyte at most
-        deadline  as ``time.perf_counter`` tells it
+        deadline  as ``planner.process.clock.now_s`` tells it
         proves    called with the bound, each time that it has risen
         """
         kernels, counts = self._kernels, self._problem.counts
         below = min(_NEVER, below_ns - self._base_ns)
-        while looks > 0 and not self._is_full and time.perf_counter() < deadline:
+        while looks > 0 and not self._is_full and now_s() < deadline:
             most = self._most if self._at >= 0 else self._asked * self._most
             before = int(counts[kernels.LOOKED])
             ended = kernels.advance(self._problem, self._nodes, self._states, math.ceil(below), min(CHUNK, looks, most - before))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-import time
 
 from graphs.ir import Graph
 from planner.chains.chain_dp import ChainProgram
 from planner.least.pebbling import fitting, least_peak
 from planner.least.smallest import fitting_next_to
+from planner.process.clock import now_s
 from planner.schedule import Schedule, computes, put_in_graph_order, with_frees
 from planner.stages.block_chain import block_schedule, is_chain
 from planner.stages.mending import shorten_dear
@@ -74,7 +74,7 @@ def _follow_larger(search: StageSearch, program: ChainProgram) -> None:
     """Let list walks begin from what a chain gives for larger budgets: that takes less time, and a walk mostly makes it fit for
     less than the chain asks. What takes as long by its count leads to walks that do not, so others of those are tried as well.
     """
-    until = time.perf_counter() + LARGER_SHARE * search.left_s
+    until = now_s() + LARGER_SHARE * search.left_s
     most_bytes = int((1 + LARGER) * search.budget_bytes)
     passes = idle = 0
     while idle < IDLE_VARIED and not search.done():
@@ -89,7 +89,7 @@ def _follow_larger(search: StageSearch, program: ChainProgram) -> None:
         if math.isinf(search.walks.time_ns):
             break
         idle = 0 if search.walks.time_ns < before_ns else idle + 1
-    search.tell_cut_short(time.perf_counter() >= until)
+    search.tell_cut_short(now_s() >= until)
 
 
 def prove_least(search: StageSearch, *, longer: bool = False) -> Schedule | None:
@@ -97,12 +97,12 @@ def prove_least(search: StageSearch, *, longer: bool = False) -> Schedule | None
 
     Where any needs more than the budget, ``notes["infeasible"]`` says so.
     """
-    until = time.perf_counter() + (MORE_SHARE if longer else PEBBLE_SHARE) * search.left_s
+    until = now_s() + (MORE_SHARE if longer else PEBBLE_SHARE) * search.left_s
     states = PEBBLE_STATES
     if longer:
         states = min(MORE_STATES, STATES_BYTES // (STATE_BYTES + len(search.graph.values) // 8))
-    search.least_bytes, schedule = least_peak(search.graph, states=states, time_limit_s=until - time.perf_counter())
-    search.tell_cut_short(time.perf_counter() >= until)
+    search.least_bytes, schedule = least_peak(search.graph, states=states, time_limit_s=until - now_s())
+    search.tell_cut_short(now_s() >= until)
     if search.least_bytes > search.budget_bytes:
         search.notes["infeasible"] = "no schedule in any order fits, however the ops are arranged"
         search.notes["least_bytes"] = search.least_bytes
@@ -115,10 +115,10 @@ def pebble(search: StageSearch, least: Schedule | None) -> None:
     Where there is none at all, the ways to the smallest budget are tried; and where the budget is close to what is proved to be
     needed, a longer walk is made for the proof that there cannot be any, or for the least one.
     """
-    until = time.perf_counter() + PEBBLE_SHARE * search.left_s
-    for found in fitting(search.graph, search.budget_bytes, time_limit_s=until - time.perf_counter()):
+    until = now_s() + PEBBLE_SHARE * search.left_s
+    for found in fitting(search.graph, search.budget_bytes, time_limit_s=until - now_s()):
         search.offer(found, "pebbling")
-    search.tell_cut_short(time.perf_counter() >= until)
+    search.tell_cut_short(now_s() >= until)
     if search.time_ns is None and least is None and not search.nested and not search.done():
         _from_smallest(search)
     is_close = search.least_bytes >= CLOSE * search.budget_bytes
@@ -135,9 +135,9 @@ def pebble(search: StageSearch, least: Schedule | None) -> None:
 def _from_smallest(search: StageSearch) -> None:
     """Offer what ``min_budget`` would come across, so that what it says works does."""
     share_s = PEBBLE_SHARE * search.left_s
-    until = time.perf_counter() + share_s
+    until = now_s() + share_s
     found = fitting_next_to(search.graph, search.budget_bytes, time_limit_s=share_s, proved_bytes=search.least_bytes or None)
-    search.tell_cut_short(time.perf_counter() >= until)
+    search.tell_cut_short(now_s() >= until)
     if found is not None:
         search.offer(found, "smaller and smaller budgets")
 
@@ -154,7 +154,7 @@ def follow_guides(search: StageSearch, closed_graph: Graph, event: Event, until:
         answer = model.milp.minimise(
             time_limit_s=search.left_s, gap=0.002 * search.base / model.unit_ns, node_limit=50, seed=search.seed
         )
-        if answer.values is None or search.done() or time.perf_counter() >= until:
+        if answer.values is None or search.done() or now_s() >= until:
             return
         search.follow(walk(model, answer.values).runs)
         idle = idle + 1 if search.time_ns is not None and search.time_ns == before_ns else 0

@@ -8,9 +8,9 @@ anneal on their own (``planner.walks.annealed_walks``).
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
 
+from planner.process.clock import now_s
 from planner.schedule import computes, in_graph_order, put_in_graph_order
 from planner.stages.order_search import Ended, anneal_on
 from planner.stages.search import StageSearch
@@ -29,7 +29,7 @@ WALK_SHARE = 0.3  # of that time, for walks that may come to nothing
 
 def shorten(search: StageSearch) -> None:
     """Anneal the best schedule, and walk along what comes of that, by turns, while it gets much cheaper."""
-    until = time.perf_counter() + SHARE * search.left_s
+    until = now_s() + SHARE * search.left_s
     while search.best is not None and search.time_ns is not None:
         before_ns = search.time_ns
         ended = _anneal(search, list(computes(search.best)), LAST, _moves(search), until)
@@ -46,7 +46,7 @@ def shorten_dear(search: StageSearch) -> None:
     Where annealing and walks get to from there depends on which comes first, and on chance. So both are tried from the same
     start, before the best of what they find is annealed while that makes it much cheaper, and walked along, by turns.
     """
-    until = time.perf_counter() + DEAR_SHARE * search.left_s
+    until = now_s() + DEAR_SHARE * search.left_s
     if search.best is None:
         return
     start = list(computes(search.best))
@@ -77,13 +77,13 @@ def _anneal_dear(search: StageSearch, runs: Sequence[int], until: float) -> bool
 
 def _some_time(until: float) -> float:
     """When a walk is to end that may come to nothing."""
-    now = time.perf_counter()
+    now = now_s()
     return now + WALK_SHARE * (until - now)
 
 
 def mend(search: StageSearch, runs: Sequence[int]) -> None:
     """Anneal from a sequence in graph order that may hold too much, at some temperatures while that helps, and walk along it."""
-    until = time.perf_counter() + SHARE * search.left_s
+    until = now_s() + SHARE * search.left_s
     for round_ in MEND:
         before_ns = search.time_ns
         ended = _anneal(search, runs, round_, _moves(search), until)
@@ -96,7 +96,7 @@ def mend(search: StageSearch, runs: Sequence[int]) -> None:
 
 def _anneal(search: StageSearch, runs: Sequence[int], round_: Round, moves: int, until: float) -> Ended | None:
     """Where it ends; None where the search is done, or there is no time left."""
-    left_s = until - time.perf_counter()
+    left_s = until - now_s()
     if search.done():
         return None
     if left_s <= 0:
@@ -114,7 +114,7 @@ def _walk(search: StageSearch, runs: Sequence[int], work: int, until: float) -> 
         for waits in (True, False):
             if waits or search.elsewhere:
                 search.follow(put_in_graph_order(search.graph, runs, waits=waits), work, until)
-    search.tell_cut_short(time.perf_counter() >= until)
+    search.tell_cut_short(now_s() >= until)
 
 
 def _moves(search: StageSearch) -> int:

@@ -9,13 +9,13 @@ any order; then the stage model has another order to choose re-runs for.
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from graphs.ir import Graph
 from planner.incumbent import Incumbent
 from planner.on_demand import walk_search
+from planner.process.clock import now_s
 from planner.schedule import computes, first_runs, in_graph_order, with_frees
 from planner.stages.events import missing, tightest
 from planner.stages.model import stage_model, walk, with_end
@@ -75,13 +75,13 @@ def anneal_on(
 def search_orders(search: Incumbent, seed: int, deadline: float, *, anew: bool) -> list[int]:
     """Offer cheaper and cheaper schedules in whatever order, until some turns in a row find nothing.
 
-    deadline  as ``time.perf_counter`` tells it
+    deadline  as ``planner.process.clock.now_s`` tells it
     anew      first anneal from the graph's order on; without, there must be a schedule, from which it goes on
 
     Returns the best sequence; where nothing fits, the one that is least over the budget.
     """
     graph = search.graph
-    best = anneal_on(search, range(len(graph.ops)), seed, deadline - time.perf_counter(), MOVES) if anew else None
+    best = anneal_on(search, range(len(graph.ops)), seed, deadline - now_s(), MOVES) if anew else None
     if search.best is not None and search.time_ns is not None:
         best = Ended(0, search.time_ns, list(computes(search.best)))
     assert best is not None
@@ -89,18 +89,18 @@ def search_orders(search: Incumbent, seed: int, deadline: float, *, anew: bool) 
     walks: Iterator[list[int]] = iter(())
     idle = 0
     for turn in itertools.count(1):
-        if search.exhausted() or idle == IDLE or time.perf_counter() >= deadline:
+        if search.exhausted() or idle == IDLE or now_s() >= deadline:
             break
         if first_runs(best.runs) != order:
             order = first_runs(best.runs)
             walks = _walks(graph, order, search.budget_bytes, FITTING_SHARES if best.excess_bytes else SHARES, deadline)
         start = next(walks, best.runs)
-        ended = anneal_on(search, start, seed + turn, deadline - time.perf_counter(), MORE_MOVES, (MEND[turn % len(MEND)],))
+        ended = anneal_on(search, start, seed + turn, deadline - now_s(), MORE_MOVES, (MEND[turn % len(MEND)],))
         if ended.excess_bytes:
             ended = _mended(search, ended, seed, deadline)
         is_better = (ended.excess_bytes, ended.time_ns) < (best.excess_bytes, best.time_ns)
         best, idle = (ended, 0) if is_better else (best, idle + 1)
-    search.tell_cut_short(time.perf_counter() >= deadline)
+    search.tell_cut_short(now_s() >= deadline)
     return best.runs
 
 
@@ -114,12 +114,12 @@ def _walks(
     for share in shares:
         target_bytes = int(share * budget_bytes)
         events, rows, found = [first], list[SpanRow](), list[int]()
-        while time.perf_counter() < deadline:
+        while now_s() < deadline:
             model = stage_model(closed, target_bytes, events, tiny_share=TINY_SHARE)
             answer, rows = relax(
                 model,
                 rows,
-                time_limit_s=deadline - time.perf_counter(),
+                time_limit_s=deadline - now_s(),
                 least_rise=LEAST_RISE * graph.keep_all_time_ns / model.unit_ns,
             )
             if answer.values is None:

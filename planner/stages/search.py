@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from planner.incumbent import Incumbent
 from planner.on_demand import annealed_walks, walk_search
+from planner.process.clock import now_s
 from planner.schedule import computes, first_runs, in_graph_order, with_frees
 from planner.stages.coarsening import Coarse, coarsen
 from planner.stages.exhaustive import Exhaustive
@@ -83,9 +83,9 @@ class StageSearch(Incumbent):
     @cached_property
     def coarser(self) -> Coarse:
         """A coarser graph, which may lose little at a time."""
-        until = time.perf_counter() + COARSEN_SHARE * self.left_s
+        until = now_s() + COARSEN_SHARE * self.left_s
         coarse = coarsen(self.graph, LOST * self.base, EXTRA * self.budget_bytes, deadline=until)
-        self.tell_cut_short(time.perf_counter() >= until)
+        self.tell_cut_short(now_s() >= until)
         return coarse
 
     @property
@@ -94,7 +94,7 @@ class StageSearch(Incumbent):
 
     @property
     def left_s(self) -> float:
-        return max(0.01, self.deadline - time.perf_counter())
+        return max(0.01, self.deadline - now_s())
 
     @property
     def order_of_best(self) -> list[int]:
@@ -141,10 +141,10 @@ class StageSearch(Incumbent):
 
     def pass_again(self) -> None:
         """Let list walks begin from second passes, for a share of the time left."""
-        until = time.perf_counter() + SECOND_SHARE * self.left_s
+        until = now_s() + SECOND_SHARE * self.left_s
         idle = 0
         for runs in second_passes(self.graph, self.budget_bytes):
-            if time.perf_counter() >= until or idle == IDLE_PASSES:
+            if now_s() >= until or idle == IDLE_PASSES:
                 break
             before_ns = self.walks.time_ns
             self.walks.follow(runs, held=True, deadline=until)
@@ -152,7 +152,7 @@ class StageSearch(Incumbent):
                 idle = 0
             elif before_ns < math.inf:
                 idle += 1
-        self.tell_cut_short(time.perf_counter() >= until)
+        self.tell_cut_short(now_s() >= until)
         self.take_walk()
 
     def walk_beyond(self, solved: threading.Event, until: float, more: Callable[[], Sequence[int] | None]) -> None:
@@ -161,7 +161,7 @@ class StageSearch(Incumbent):
             self.beyond = self.walks.apart(self.seed + APART)
         self.beyond.join(self.walks)
         self.beyond.stop = solved
-        while not solved.is_set() and time.perf_counter() < until:
+        while not solved.is_set() and now_s() < until:
             sequence = more()
             if sequence is not None and in_graph_order(sequence):
                 self.beyond.follow(sequence, deadline=self.deadline)

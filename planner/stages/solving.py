@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import threading
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 from planner.on_demand import sat_minimise
+from planner.process.clock import now_s
 from planner.solvers.milp import Answer, Outcome
 from planner.stages.model import Event, StageModel, walk
 from planner.stages.search import StageSearch
@@ -55,7 +55,7 @@ def solve_relaxed(
         search.stalled = 0
         return None, rows
     before_ns = search.searched_ns
-    until = time.perf_counter() + RELAX_SHARE * search.left_s
+    until = now_s() + RELAX_SHARE * search.left_s
     work = (RELAXED_WORK if search.trained else ANNEALED_RELAXED) * (len(model.milp.cost) / WORK_VARIABLES) ** 3
     least_rise = max(finest_ns, LEAST_RISE * search.distance_ns) / model.unit_ns
 
@@ -112,7 +112,7 @@ def solve_whole(search: StageSearch, model: StageModel, asked: Asked, latest: Se
         floor = max(0, asked.floor_ns - search.base) / model.unit_ns
         minimise = partial(sat_minimise(), model.milp, floor=floor, effort=asked.effort, at_once=better.put)
     share = 1.0 if work else FIRST_SHARE
-    until = time.perf_counter() + share * search.left_s
+    until = now_s() + share * search.left_s
     solve = partial(minimise, gap=asked.tolerance_ns / model.unit_ns, cutoff=cutoff, seed=search.seed)
 
     def more() -> Sequence[int] | None:
@@ -152,10 +152,10 @@ def _alongside(
         search.take_walk()
         search.walk_beyond(solved, until, more)
 
-    answer = solve(time_limit_s=until - time.perf_counter(), meanwhile=walk_on if work else None)
+    answer = solve(time_limit_s=until - now_s(), meanwhile=walk_on if work else None)
     # What has no other limit was stopped by the clock; CP-SAT stops some milliseconds before its time is up.
-    struck = answer.outcome is Outcome.STOPPED and (not limited or time.perf_counter() >= until)
+    struck = answer.outcome is Outcome.STOPPED and (not limited or now_s() >= until)
     search.tell_cut_short(struck)
-    if struck or time.perf_counter() >= search.deadline:
+    if struck or now_s() >= search.deadline:
         search.take_beyond()
     return answer

@@ -8,11 +8,11 @@ cheapest sequence known, which may be one that only walks come by.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
 
 from graphs.ir import Graph
 from planner.incumbent import Incumbent
+from planner.process.clock import now_s
 from planner.walks.annealing import COOLER, MEND, ROUNDS, Annealer, Round, anneal, useful
 from planner.walks.walk_search import WalkSearch
 
@@ -43,7 +43,7 @@ class AnnealedWalks(WalkSearch):
         """As for walks alone; annealing does its part of the work when there is enough for once."""
         super().improve(work // WALKS, deadline=deadline)
         self._owed_moves += work
-        while time.perf_counter() < deadline:
+        while now_s() < deadline:
             best = self.runs if self._short_runs < len(COOLER) else None
             moves = LONG_MOVES if best is None else SHORT_MOVES
             if self._owed_moves < moves:
@@ -60,7 +60,7 @@ class AnnealedWalks(WalkSearch):
         """As for walks alone; annealing does its part of the work, from the same sequence."""
         super().follow(runs, work // WALKS, held=held, deadline=deadline)
         for _ in range(work // MEND_MOVES):
-            if time.perf_counter() < deadline:
+            if now_s() < deadline:
                 self._anneal(runs, MEND_MOVES, (MEND[self._mended % len(MEND)],), deadline)
                 self._mended += 1
 
@@ -71,7 +71,7 @@ class AnnealedWalks(WalkSearch):
     def _anneal(self, ops: Sequence[int], moves: int, rounds: Sequence[Round], deadline: float) -> None:
         self._annealed += 1
         annealer = Annealer(self._graph, ops, self._budget_bytes, self._seed + self._annealed, keep_order=True)
-        found = Incumbent(self._graph, self._budget_bytes, gap=0.0, time_limit_s=deadline - time.perf_counter())
+        found = Incumbent(self._graph, self._budget_bytes, gap=0.0, time_limit_s=deadline - now_s())
         try:
             anneal(found, annealer, moves, rounds)
         finally:  # on Ctrl-C too

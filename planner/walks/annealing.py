@@ -18,13 +18,13 @@ shifting at slots from which the run serves the same reads, so that few moves ar
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 import numpy as np
 
 from graphs.ir import Graph
 from planner.incumbent import Incumbent
+from planner.process.clock import now_s
 from planner.process.flat import Ints, begins, reads_and_makes
 from planner.process.loading import TINY, load_once
 from planner.schedule import with_frees
@@ -203,11 +203,11 @@ def anneal(search: Incumbent, annealer: Annealer, moves: int, rounds: Sequence[R
             hot, cold, price, dear = falling
             done, looked = 0.0, 0.0  # of this round
             before = 0
-            round_began = time.perf_counter()
+            round_began = now_s()
             round_s, round_moves = share / total * search.time_limit_s, max(CHUNK, int(share * moves))
             while done < 1:
                 before += CHUNK
-                clock_share = (time.perf_counter() - round_began) / round_s if round_s else 1.0
+                clock_share = (now_s() - round_began) / round_s if round_s else 1.0
                 search.tell_cut_short(clock_share > before / round_moves)  # cooled by the clock
                 next_ = min(1.0, max(before / round_moves, clock_share))
                 annealer.anneal(

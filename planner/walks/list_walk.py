@@ -19,7 +19,6 @@ The loop is compiled by numba when it is first called; the machine code is cache
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +26,7 @@ from typing import Any
 import numpy as np
 
 from graphs.ir import Graph
+from planner.process.clock import now_s
 from planner.process.compiled import untyped
 from planner.process.flat import Flags, Floats, Ints, rows
 from planner.process.loading import TINY, load_once
@@ -149,11 +149,11 @@ class ListWalk:
                   the walk ends as soon as nothing changes any more; else it goes on to the end
         until     weights count before this position (default: the end of the route)
         slack_ns  give up, as stuck, where the walk is later than the route by more than this and what it can still leave out
-        deadline  of ``time.perf_counter``; a walk that would take longer, or some seconds, is stuck
+        deadline  of ``planner.process.clock.now_s``; a walk that would take longer, or some seconds, is stuck
         """
         most_steps = MOST_STEPS
         if deadline < math.inf:
-            most_steps = int(min(most_steps, STEPS_PER_S * max(LEAST_S, deadline - time.perf_counter())))
+            most_steps = int(min(most_steps, STEPS_PER_S * max(LEAST_S, deadline - now_s())))
         runs = np.empty(int(1.5 * (route.runs.size - begin)) + 50 if begin else MOST_RUNS * route.runs.size, np.int64)
         ran, at, time_ns, stuck, work = _walk(
             *self._graph,

@@ -12,7 +12,6 @@ from __future__ import annotations
 import copy
 import math
 import threading
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,6 +20,7 @@ import numpy as np
 
 from graphs.ir import Graph
 from planner.process import turns
+from planner.process.clock import now_s
 from planner.process.compiled import untyped
 from planner.process.flat import Flags, Floats, Ints
 from planner.process.loading import load_once
@@ -110,7 +110,7 @@ class WalkSearch:
     def start(self, *, deadline: float = math.inf, one: bool = False) -> None:
         """Follow the graph order, with the graph's outputs held once they are made or not.
 
-        deadline  as ``time.perf_counter`` tells it; only the first walk begins after it
+        deadline  as ``planner.process.clock.now_s`` tells it; only the first walk begins after it
         one       whether the first walk that fits ends it, as it is
         """
         plain = self._walk.route(range(self._ops))
@@ -118,7 +118,7 @@ class WalkSearch:
             for factor in BACKWARD if self._is_backward.any() else (1.0,):
                 weights = np.where(self._is_output, held, np.where(self._is_backward, factor, 1.0))
                 for far in FAR[1:]:
-                    if not self._leads or time.perf_counter() < deadline:
+                    if not self._leads or now_s() < deadline:
                         walked = self._walk.follow(plain, far=far, weights=weights, deadline=deadline)
                         self._settle(walked, far, -math.inf if one else deadline)
                         if one and walked.complete:
@@ -129,13 +129,13 @@ class WalkSearch:
 
         work      for changes of what this leads to, before it is compared with older leads, on which more was spent
         held      whether the graph's outputs stay once they are made, but for those that the sequence makes again
-        deadline  as ``time.perf_counter`` tells it; no walk begins after it
+        deadline  as ``planner.process.clock.now_s`` tells it; no walk begins after it
         """
         route = self._walk.route(runs)
         weights = np.where(self._is_output, HELD, 1.0) if held else None
         found = []
         for far in FAR:
-            if time.perf_counter() < deadline:
+            if now_s() < deadline:
                 walked = self._walk.follow(route, far=far, weights=weights, deadline=deadline)
                 found.append(self._settle(walked, far, deadline))
         if found:
@@ -145,7 +145,7 @@ class WalkSearch:
         """Try changes of the leads, and cross them, until about ``work`` ops have run (in walks, not in the world), or the clock
         says so.
 
-        deadline  as ``time.perf_counter`` tells it; a search that it ends does not repeat
+        deadline  as ``planner.process.clock.now_s`` tells it; a search that it ends does not repeat
         """
         work -= self._cross(int(CROSSES * work), deadline)
         turns = self._random.permutation(len(self._leads))[: max(1, work // SLICE)]
@@ -161,13 +161,13 @@ class WalkSearch:
     def _over(self, deadline: float) -> bool:
         """Whether changes end here; else the place to wait for a solver's thread."""
         turns.give_way()
-        return time.perf_counter() >= deadline or (self.stop is not None and self.stop.is_set())
+        return now_s() >= deadline or (self.stop is not None and self.stop.is_set())
 
     def _settle(self, walked: Walked, far: float, deadline: float) -> _Lead:
         """Follow a walk's own route again until that changes nothing, and take it for a lead."""
         for _ in range(ROUNDS):
             turns.give_way()
-            if not walked.complete or time.perf_counter() >= deadline:
+            if not walked.complete or now_s() >= deadline:
                 break
             again = self._walk.follow(self._walk.route(walked.runs), far=far, deadline=deadline)
             if not again.complete or again.time_ns >= walked.time_ns:
