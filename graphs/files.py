@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gzip
 import json
+import math
 import os
 import re
 import stat
@@ -15,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from graphs.errors import InputError, a_kind, quoted
+from graphs.errors import InputError, a_kind, quoted, shortened
 
 MOST_LINKS = 40  # in a row, as in Linux
 _OPEN = re.compile("(/dev/fd|/proc/[0-9]+(/task/[0-9]+)?/fd)/[0-9]+")  # the names of open files
@@ -77,22 +78,41 @@ def read_text(path: str | os.PathLike[str]) -> str:
     try:
         with _told("read", source):
             data = source.read_bytes()
-        return (gzip.decompress(data) if source.suffix == ".gz" else data).decode("utf-8")
+        # Editors on Windows begin a file with a byte order mark.
+        return (gzip.decompress(data) if source.suffix == ".gz" else data).decode("utf-8-sig")
+    except MemoryError as error:
+        raise InputError(f"{source} is larger than the memory that is left") from error
     except (EOFError, gzip.BadGzipFile, UnicodeDecodeError, zlib.error) as error:
         raise InputError(f"{source} is damaged: {error}") from error
 
 
 def read_json(path: str | os.PathLike[str], *, schema: str) -> dict[str, Any]:
     """A JSON object whose ``schema`` entry is the expected one. Raises InputError naming the file."""
-    text = read_text(path)
+    return parse_json(read_text(path), path, schema=schema)
+
+
+def parse_json(text: str, path: str | os.PathLike[str], *, schema: str) -> dict[str, Any]:
+    """The same from the text of the file, which may be a pipe and so can be read only once."""
     try:
-        content = json.loads(text)
+        content = from_json(text)
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path} is not JSON: {error}") from error
     found = content.get("schema") if isinstance(content, dict) else None
     if found != schema or not isinstance(content, dict):
         raise InputError(f"{path} is not a {schema} file (its schema entry is {quoted(found)})")
     return content
+
+
+def from_json(text: str) -> Any:
+    """``json.loads`` without NaN and infinities: Python writes them by names that other readers refuse. Raises ValueError."""
+    return json.loads(text, parse_constant=_finite, parse_float=_finite)
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{shortened(text)} is no finite number")
+    return number
 
 
 def check_readable(path: str | os.PathLike[str]) -> None:

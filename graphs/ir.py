@@ -220,6 +220,11 @@ def _check_kinds(graph: Graph) -> None:
             raise InvalidGraph(f"op {i} must be an Op, not {quoted(op)}")
         if not isinstance(op.name, str):
             raise InvalidGraph(f"op {i}: its name must be a str, not {quoted(op.name)}")
+        if not isinstance(op.kind, str):
+            raise InvalidGraph(f"{_op(graph, i)}: its kind must be a str, not {quoted(op.kind)}")
+        for what, flag in (("random", op.random), ("effect", op.effect), ("backward", op.backward)):
+            if type(flag) is not bool:
+                raise InvalidGraph(f"{_op(graph, i)}: {what} must be True or False, not {quoted(flag)}")
         if type(op.inputs) is not tuple or type(op.outputs) is not tuple:
             what, ids = ("outputs", op.outputs) if type(op.inputs) is tuple else ("inputs", op.inputs)
             raise InvalidGraph(f"{_op(graph, i)}: {what} must be a tuple of numbers of values, not {quoted(ids)}")

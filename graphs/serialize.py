@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from graphs.errors import InputError, InvalidGraph, a_kind, quoted, shortened
-from graphs.files import read_json, write_whole
+from graphs.files import parse_json, read_text, write_whole
 from graphs.ir import Graph, Op, Value, check_graph
 
 SCHEMA = "belady-graph-1"
@@ -97,7 +97,12 @@ def save_graph(graph: Graph, path: str | os.PathLike[str]) -> None:
 
 def load_graph(path: str | os.PathLike[str]) -> Graph:
     """Read what ``save_graph`` wrote. Raises InputError naming the file and what is wrong with it."""
-    content = read_json(path, schema=SCHEMA)
+    return parse_graph(read_text(path), path)
+
+
+def parse_graph(text: str, path: str | os.PathLike[str]) -> Graph:
+    """The same from the text of the file."""
+    content = parse_json(text, path, schema=SCHEMA)
     try:
         return from_dict(content)
     except InvalidGraph as error:

@@ -174,7 +174,7 @@ def min_budget(
     progress      called with what works and what is proved to be needed, in bytes, as either changes (default: a line on a
                   terminal)
 
-    Raises InputError for what is neither Step nor Graph, and for a limit or a ``within`` that is none.
+    Raises InputError for what is neither Step nor Graph, and for a limit, a ``within`` or a ``progress`` that is none.
     """
     if progress is None:
         with on_terminal() as show:
@@ -182,7 +182,7 @@ def min_budget(
     graph = graph_of(target, "min_budget")
     if isinstance(within, bool) or not isinstance(within, int | float) or not 0 <= within < 1:
         raise InputError(f"within must be at least 0 and below 1 (0.01 is one per cent), not {within!r}")
-    check_options({"time_limit_s": time_limit_s, "seed": seed})
+    check_options({"time_limit_s": time_limit_s, "seed": seed, "progress": progress})
     check_numbers(graph)
     deadline = now_s() + time_limit_s
     schedule = keep_all(graph)

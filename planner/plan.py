@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from itertools import islice
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
@@ -309,8 +310,11 @@ def _smallest(graph: Graph, time_limit_s: float, copied_bytes: int | None = None
     """
     schedule, works_bytes = in_halves(graph, keep_all(graph), copied_bytes)
     assert works_bytes is not None  # it is in graph order
+    if time_limit_s <= 0:
+        return works_bytes, schedule
     with suppress(KeyboardInterrupt):
-        for _, found in smaller_and_smaller(with_early_kept(graph, copied_bytes), time_limit_s=min(MESSAGE_S, time_limit_s)):
+        found_so_far = smaller_and_smaller(with_early_kept(graph, copied_bytes), time_limit_s=min(MESSAGE_S, time_limit_s))
+        for _, found in islice(found_so_far, 1, None):  # the first keeps all
             held, needs_bytes = in_halves(graph, found, copied_bytes)
             if needs_bytes is not None and needs_bytes < works_bytes:
                 works_bytes, schedule = needs_bytes, held

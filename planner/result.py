@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import re
+import string
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from planner.execute import PlannedModule
 
 SCHEMA = "belady-plan-1"
+LARGEST_NS = 2**100  # more than re-runs can come to; a float takes it, as budgets may be beyond all floats
 
 log = logging.getLogger("belady")
 
@@ -300,8 +302,8 @@ def _costs_in(content: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def is_saved_plan(path: str | os.PathLike[str]) -> bool:
-    """Whether a file begins as ``Plan.save`` writes it. Raises InputError where it cannot be read."""
-    return re.match(rf'\s*{{\s*"schema"\s*:\s*"{SCHEMA}"', read_text(path)) is not None
+    """Whether a file begins as ``Plan.save`` writes it, in whatever version. Raises InputError where it cannot be read."""
+    return re.match(rf'\s*{{\s*"schema"\s*:\s*"{SCHEMA.rstrip(string.digits)}\d+"', read_text(path)) is not None
 
 
 def saved_row(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -340,7 +342,8 @@ def _told_as_damage(path: str | os.PathLike[str]) -> Iterator[None]:
 
 def _check_kinds(entries: dict[str, Any], kinds: Mapping[str, Any]) -> None:
     for key, kind in kinds.items():
-        if not isinstance(entries[key], kind) or isinstance(entries[key], bool):
+        too_large = key.endswith("_ns") and isinstance(entries[key], int) and abs(entries[key]) > LARGEST_NS
+        if not isinstance(entries[key], kind) or isinstance(entries[key], bool) or too_large:
             raise TypeError(f"its entry {key!r} is {quoted(entries[key])}")
 
 

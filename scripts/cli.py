@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 
@@ -30,8 +31,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return its exit code."""
     if sys.stderr is None:  # closed: nobody reads it, and no file may take its place
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
-    code = _main(argv)
-    if argv is None and solving():  # the process is ours: do not wait for a solver that was interrupted
+    try:
+        code = _main(argv)
+        if argv is None:  # the process is ours, and there is nothing left that Ctrl-C could end
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+    except KeyboardInterrupt:
+        tell("interrupted")
+        code = INTERRUPTED
+    if argv is None and solving():  # do not wait for a solver that was interrupted
         sys.stderr.flush()
         os._exit(code)
     return code
@@ -54,6 +61,3 @@ def _main(argv: Sequence[str] | None) -> int:
     except BeladyError as error:
         tell(error)
         return BAD_INPUT
-    except KeyboardInterrupt:
-        tell("interrupted")
-        return INTERRUPTED

@@ -6,9 +6,12 @@ sweep failed; 130 interrupted; 141 nobody reads standard output any more.
 
 from __future__ import annotations
 
+import math
 import signal
 import sys
+import time
 
+AGAIN_S = 2.0  # a second Ctrl-C so soon after one is the same one
 DONE, BAD_INPUT, NOTHING_FOUND, INTERRUPTED, PIPE_CLOSED = 0, 2, 3, 130, 141
 
 
@@ -27,4 +30,18 @@ def main() -> int:
     if heard:
         print("belady: interrupted", file=sys.stderr)
         return INTERRUPTED
+    if listens:
+        signal.signal(signal.SIGINT, _Patient())
     return run()
+
+
+class _Patient:
+    """Raises KeyboardInterrupt at Ctrl-C, but not again at once: the second would tear what is written because of the first."""
+
+    def __init__(self) -> None:
+        self._last = -math.inf
+
+    def __call__(self, number: int, frame: object) -> None:
+        if time.monotonic() - self._last > AGAIN_S:
+            self._last = time.monotonic()
+            raise KeyboardInterrupt

@@ -6,7 +6,7 @@ import io
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout, suppress
 from typing import Any
 
 from rich.console import Console
@@ -71,8 +71,9 @@ def computing() -> Iterator[Callable[[str], None]]:
 
 
 def tell(sentence: object) -> None:
-    """Say something on standard error, as the command ``belady``."""
-    print(f"belady: {sentence}", file=sys.stderr)
+    """Say something on standard error, as the command ``belady``; nothing where that takes nothing."""
+    with suppress(OSError):
+        print(f"belady: {sentence}", file=sys.stderr, flush=True)
 
 
 def progress_bar() -> Progress:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from graphs.errors import InputError
-from graphs.files import is_open_file, place_of, read_text, write_whole
+from graphs.files import from_json, is_open_file, place_of, read_text, write_whole
 
 
 @cache
@@ -183,7 +183,7 @@ def _rows(text: str, path: str | Path) -> list[dict[str, Any]]:
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            row = from_json(line)
         except (ValueError, RecursionError) as error:
             raise InputError(f"{path}, line {number}: not JSON ({error})") from error
         if not isinstance(row, dict):

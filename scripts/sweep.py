@@ -34,7 +34,7 @@ from planner.budget import EXACT, resolve_budget
 from planner.methods import METHODS
 from planner.methods import method as method_named
 from planner.plan import check_options, solve
-from planner.result import Plan, Status
+from planner.result import LARGEST_NS, Plan, Status
 
 ONLINE = "online:"
 FAILED = "FAILED"  # the cell ended in an error of ours, or its process did
@@ -91,6 +91,8 @@ _ENTRIES = {
 def key_of(row: Row) -> Key | None:
     """The key of the cell that a row is of; None for rows that are not from a sweep."""
     if not all(name in row and isinstance(row[name], kinds) for name, kinds in _ENTRIES.items()):
+        return None
+    if any(abs(row[name] or 0) > LARGEST_NS for name in _ENTRIES if name.endswith("_ns")):
         return None
     return row["fingerprint"], row["method"], row["budget_bytes"], row["seed"], _text(row["options"])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +28,7 @@ def _is_graph_file(name: str) -> bool:
 
 def is_plan_file(name: str) -> bool:
     """Whether it is a file that ``Plan.save`` wrote."""
-    return name.endswith((".json", ".json.gz")) and is_saved_plan(name)
+    return name.endswith((".json", ".json.gz")) and os.path.isfile(name) and is_saved_plan(name)  # a pipe is read once
 
 
 class Loaded:

@@ -303,6 +303,52 @@ def test_an_interrupted_plan_is_saved_and_said(chain_file: str, tmp_path: Path) 
     assert load_plan(out, training_chain(8)).notes["stopped"] == "interrupted"
 
 
+def test_a_second_ctrl_c_at_once_does_not_tear_what_is_written_because_of_the_first(chain_file: str, tmp_path: Path) -> None:
+    out, table = tmp_path / "plan.json", tmp_path / "rows.jsonl"
+    script = CTRL_C.replace("from belady.cli", "from belady.entry").replace(
+        "milp._highs = interrupted",
+        """
+from belady import results
+
+def again(*arguments):
+    os.kill(os.getpid(), signal.SIGINT)
+    saved(*arguments)
+    os.kill(os.getpid(), signal.SIGINT)
+
+saved, results.save_plan = results.save_plan, again
+milp._highs = interrupted
+""",
+    )
+    arguments = ["plan", chain_file, "--budget=0.5", "--out", out, "--json", table]
+    done = subprocess.run([sys.executable, "-c", script, "0", *arguments], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr.strip()) == (130, "belady: interrupted; this is what was found until then")
+    assert "cutting_stages" in done.stdout
+    assert out.exists() and len(rows(table.read_text())) == 1
+
+
+def test_ctrl_c_as_the_command_ends_is_no_traceback(chain_file: str) -> None:
+    script = (
+        CTRL_C.partition("signal.signal")[0].replace("from belady.cli", "from belady.entry")
+        + """
+from belady import cli
+
+def late(argv, ended=cli._main):
+    code = ended(argv)
+    signal.raise_signal(signal.SIGINT)
+    return code
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+cli._main = late
+code = main()
+signal.raise_signal(signal.SIGINT)
+sys.exit(code)
+"""
+    )
+    done = subprocess.run([sys.executable, "-c", script, "0", "info", chain_file], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (130, "belady: interrupted\n")
+    assert "ops" in done.stdout
+
+
 def test_a_script_that_was_interrupted_ends_after_its_solver() -> None:
     """The thread that HiGHS is left on must not come back to an interpreter that is gone: that would abort the process."""
     script = CTRL_C.partition("signal.signal")[0].replace("int(sys.argv.pop(1))", "0").replace("300.0", "1.5") + (

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
+import threading
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -296,6 +298,7 @@ def test_an_instance_by_hand(tmp_path: Path) -> None:
         ({"edges": [[0]]}, r"is damaged: edge \[0\] does not join"),
         ({"edges": [[2, 1]]}, r"holds no valid graph: op 1 \(relu:1\): reads value 2 \(conv:2\), which no earlier op makes"),
         ({"edges": 5}, r"is damaged: edges must be a list of pairs, not 5"),
+        ({"edges": [["x" * 999]]}, r"is damaged: edge \['x{75}\.\.\. does not join"),
         ({"loss": None}, r"is damaged: loss must be an integer, not None"),
         ({"fixed_bytes_last": True}, r"is damaged: fixed_bytes_last must be an integer, not True"),
         ({"fixed_bytes_last": -1}, r"holds no valid graph: value 3 \(fixed\)"),
@@ -364,6 +367,25 @@ def test_load_finds_the_format_from_the_content(tmp_path: Path) -> None:
         path = tmp_path / name
         path.write_bytes(content)
         assert load(path) == expected["log" if "tiny" in name else "ours"], name
+
+
+@pytest.mark.parametrize("name", ["ours.json", "instance.json", "tiny"])
+def test_a_pipe_is_read_once(name: str, tmp_path: Path) -> None:
+    save_graph(load(write(tmp_path, instance())), tmp_path / "ours.json")
+    (tmp_path / "tiny").write_text("\n".join([START, *call("f", [], {"a": (1, -1)}, 1)]))
+    pipe = tmp_path / ("pipe" + Path(name).suffix)
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=lambda: pipe.write_bytes((tmp_path / name).read_bytes()), daemon=True)
+    writer.start()
+    assert load(pipe).ops == load(tmp_path / name).ops
+    writer.join()
+
+
+def test_a_byte_order_mark_is_no_damage(tmp_path: Path) -> None:
+    path = write(tmp_path, instance())
+    graph = load(path)
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert load(path) == graph
 
 
 @pytest.mark.parametrize(

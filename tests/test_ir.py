@@ -64,6 +64,10 @@ def with_op(graph: Graph, i: int, **change: object) -> Graph:
         (1, {"inputs": (True,)}, r"op 1 \(b\): names value True, but values are numbered 0 to 5"),
         (2, {"time_ns": True}, r"op 2 \(c\): time_ns must be an int >= 0, not True"),
         (1, {"name": ["b"]}, r"op 1: its name must be a str, not \['b'\]"),
+        (1, {"kind": None}, r"op 1 \(b\): its kind must be a str, not None"),
+        (1, {"random": 1}, r"op 1 \(b\): random must be True or False, not 1"),
+        (1, {"effect": "no"}, r"op 1 \(b\): effect must be True or False, not 'no'"),
+        (1, {"backward": None}, r"op 1 \(b\): backward must be True or False, not None"),
         (1, {"name": 300 * "b", "time_ns": -1}, r"op 1 \(b{77}\.\.\.\): time_ns must be an int >= 0, not -1$"),
     ],
 )

@@ -161,7 +161,9 @@ def test_blocks_come_first_where_they_are_alike(recurrent: Graph) -> None:
 
 
 @pytest.mark.parametrize("alike", [True, False])
-def test_blocks_that_are_alike_are_tried_between_a_coarser_graph_and_pebbling(alike: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_that_are_alike_are_tried_between_a_coarser_graph_and_pebbling(
+    alike: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     graph = random_training(12, 0)
     search = StageSearch(graph, simulate(graph, keep_all(graph)).peak_bytes - 1, gap=0.0, time_limit_s=60.0, seed=0)
     asked: list[str] = []

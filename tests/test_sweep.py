@@ -565,7 +565,15 @@ def test_rows_that_are_not_whole_are_left_as_they_are(chain_file: str, tmp_path:
     assert main(command) == 0
     (row,) = read_rows(out)
     lacking = [{key: cell for key, cell in row.items() if key != name} for name in ("time_ns", "overhead", "keep_all_time_ns")]
-    wrong = ({"budget_bytes": "x"}, {"options": None}, {"notes": 1}, {"method": 2}, {"budget_fraction": []}, {"graph": 3})
+    wrong = (
+        {"budget_bytes": "x"},
+        {"options": None},
+        {"notes": 1},
+        {"method": 2},
+        {"budget_fraction": []},
+        {"graph": 3},
+        {"bound_ns": 10**400},
+    )
     damaged = [*lacking, *(row | entry for entry in wrong)]
     out.write_text("".join(json.dumps(one) + "\n" for one in damaged))
     assert main([*command, "--plot", str(tmp_path / "curves.svg")]) == 0

@@ -13,7 +13,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from graphs.errors import InputError, InvalidGraph
+from graphs.errors import InputError, InvalidGraph, quoted
 from graphs.files import read_text
 from graphs.ir import Graph, Op, Value
 
@@ -31,7 +31,11 @@ def load_checkmate(path: str | os.PathLike[str], *, workspace: bool = False) -> 
     "fixed" is resident: a published budget counts it too. The last op makes the graph's output. Raises InputError naming the
     file and the field.
     """
-    text = read_text(path)
+    return parse_checkmate(read_text(path), path, workspace=workspace)
+
+
+def parse_checkmate(text: str, path: str | os.PathLike[str], *, workspace: bool = False) -> Graph:
+    """The same from the text of the file."""
     try:
         content = json.loads(text)
         if not isinstance(content, dict):
@@ -52,24 +56,24 @@ def from_instance(content: dict[str, Any], name: str, *, workspace: bool = False
     """The graph of a decoded instance. Raises KeyError for a missing field, others for a wrong one."""
     n = content["n"]
     if not _is(n, int) or n < 1:
-        raise ValueError(f"n must be a positive integer, not {n!r}")
+        raise ValueError(f"n must be a positive integer, not {quoted(n)}")
     for key, kind in (_LISTS | {"workspace_mb": int | float} if workspace else _LISTS).items():
         if not isinstance(content[key], list) or len(content[key]) != n:
             raise ValueError(f"{key} must be a list of {n} entries")
         for i, entry in enumerate(content[key]):
             if not _is(entry, kind) or (isinstance(entry, float) and not math.isfinite(entry)):
-                raise ValueError(f"{key}[{i}] is {entry!r}")
+                raise ValueError(f"{key}[{i}] is {quoted(entry)}")
     inputs: list[list[int]] = [[] for _ in range(n)]
     if not isinstance(content["edges"], list):
-        raise ValueError(f"edges must be a list of pairs, not {content['edges']!r}")
+        raise ValueError(f"edges must be a list of pairs, not {quoted(content['edges'])}")
     for edge in content["edges"]:
         if not isinstance(edge, list) or len(edge) != 2 or not all(_is(v, int) and 0 <= v < n for v in edge):
-            raise ValueError(f"edge {edge!r} does not join two of the ops 0 to {n - 1}")
+            raise ValueError(f"edge {quoted(edge)} does not join two of the ops 0 to {n - 1}")
         inputs[edge[1]].append(edge[0])
     fixed_bytes, loss = content["fixed_bytes_last"], content.get("loss", n)
     for key, number in (("fixed_bytes_last", fixed_bytes), ("loss", loss)):
         if not _is(number, int):
-            raise ValueError(f"{key} must be an integer, not {number!r}")
+            raise ValueError(f"{key} must be an integer, not {quoted(number)}")
     ops = tuple(
         Op(
             f"{kind}:{i}",

@@ -14,15 +14,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from graphs.errors import InputError
+from graphs.errors import InputError, quoted, shortened
 from graphs.files import read_text
 from graphs.program import Call, Program
 
 
 def read_program(path: str | os.PathLike[str]) -> Program:
     """Read a log (JSON lines, gunzipped where the name ends in ``.gz``). Raises InputError naming file and line."""
+    return parse_program(read_text(path), path)
+
+
+def parse_program(text: str, path: str | os.PathLike[str]) -> Program:
+    """The same from the text of the file."""
     source = Path(path)
-    text = read_text(source)
     reader = _Reader()
     started = False
     try:
@@ -77,7 +81,7 @@ class _Reader:
             self._sized.append(entry["NAME"])
             if self._constant:
                 if entry["NAME"] != self._constant:
-                    raise ValueError(f"expected the size of {self._constant}")
+                    raise ValueError(f"expected the size of {shortened(self._constant)}")
                 self._sized.clear()
                 s = self._new_storage(self._constant, self._memory.pop())
                 self.constants.add(s)
@@ -109,21 +113,22 @@ class _Reader:
             if entry["ANNOTATION"] == "BACKWARD":
                 self._backward_at = len(self.calls)
         else:
-            raise ValueError(f"unknown instruction {kind!r}")
+            raise ValueError(f"unknown instruction {quoted(kind)}")
 
     def close(self) -> None:
         """Finish the call whose results have just been described."""
         if self._constant:
-            raise ValueError(f"the size of {self._constant} is missing")
+            raise ValueError(f"the size of {shortened(self._constant)} is missing")
         if self._open is None:
             if self._memory or self._alias:
                 raise ValueError("a size or an alias that belongs to no call")
             return
         name, arguments, results, time_ns = self._open
         if not len(results) == len(self._memory) == len(self._alias):
-            raise ValueError(f"{name} has {len(results)} results, {len(self._memory)} sizes and {len(self._alias)} aliases")
+            found = f"{len(results)} results, {len(self._memory)} sizes and {len(self._alias)} aliases"
+            raise ValueError(f"{shortened(name)} has {found}")
         if not results == self._sized == self._aliased:
-            raise ValueError(f"the sizes and aliases of {name} are not those of its results, in their order")
+            raise ValueError(f"the sizes and aliases of {shortened(name)} are not those of its results, in their order")
         makes = [
             self._new_storage(result, size) if alias == -1 else self._storage[arguments[_place(alias, arguments)]]
             for result, size, alias in zip(results, self._memory, self._alias, strict=True)
@@ -148,13 +153,13 @@ class _Reader:
 
     def _tensor(self, name: str) -> int:
         if name not in self._names:
-            raise ValueError(f"{name} names no tensor here")
+            raise ValueError(f"{shortened(name)} names no tensor here")
         return self._names[name]
 
     def _mutate(self, entry: dict[str, Any]) -> None:
         """Inputs -> new tensors, each as large as the whole storage it replaces; the names then mean the new ones."""
         if not isinstance(entry["MUTATE"], list):
-            raise ValueError(f"MUTATE must be a list of indices, not {entry['MUTATE']!r}")
+            raise ValueError(f"MUTATE must be a list of indices, not {quoted(entry['MUTATE'])}")
         names = [entry["ARGS"][_place(_whole(i), entry["ARGS"])] for i in entry["MUTATE"]]
         arguments = [self._tensor(name) for name in entry["ARGS"]]
         makes = [self._new_storage(name, self.size_bytes[self._storage[self._tensor(name)]]) for name in names]
@@ -201,17 +206,17 @@ def _check_names(entry: dict[str, Any]) -> None:
     """Raise ValueError where something else stands in the place of a name or of a list of names."""
     for key in ("NAME", "SRC", "DST"):
         if not isinstance(entry.get(key, ""), str):
-            raise ValueError(f"{key} must be a name, not {entry[key]!r}")
+            raise ValueError(f"{key} must be a name, not {quoted(entry[key])}")
     for key in ("ARGS", "RESULT"):
         names = entry.get(key, [])
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-            raise ValueError(f"{key} must be a list of names, not {names!r}")
+            raise ValueError(f"{key} must be a list of names, not {quoted(names)}")
 
 
 def _whole(number: object) -> int:
     """A decimal integer, as a number or as text."""
     if isinstance(number, bool) or not isinstance(number, int | str):
-        raise ValueError(f"expected a whole number, found {number!r}")
+        raise ValueError(f"expected a whole number, found {quoted(number)}")
     return int(number)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import Protocol, cast
 
-from graphs.errors import InputError
+from graphs.errors import InputError, quoted
 from graphs.ir import Graph
 from planner.process.loading import undisturbed
 from planner.result import Plan
@@ -41,6 +41,6 @@ class Solve(Protocol):
 
 def method(name: str) -> Solve:
     """The ``solve`` of a method by name, imported when first asked for. Raises InputError for an unknown name."""
-    if name not in METHODS:
-        raise InputError(f"unknown method {name!r}; there are: {', '.join(sorted(METHODS))}")
+    if not isinstance(name, str) or name not in METHODS:
+        raise InputError(f"unknown method {quoted(name)}; there are: {', '.join(sorted(METHODS))}")
     return cast(Solve, undisturbed(lambda: importlib.import_module(METHODS[name])).solve)
