@@ -16,11 +16,22 @@ Bugs of our own are ``AssertionError``.
 
 from __future__ import annotations
 
+from typing import Any
+
 MOST_QUOTED = 80  # characters
 
 
 class BeladyError(Exception):
-    """Root of all errors raised on purpose."""
+    """Root of all errors raised on purpose. They can be pickled, as pools of processes do, whatever they are made with."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _again, (type(self), self.args, self.__dict__)
+
+
+def _again(kind: type[BeladyError], args: tuple[object, ...], entries: dict[str, object]) -> BeladyError:
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(entries)
+    return error
 
 
 class InputError(BeladyError, ValueError):

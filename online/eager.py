@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from graphs.errors import InputError
+from graphs.errors import InputError, quoted
 from graphs.ir import Graph
 from graphs.torch_private.kernels import attention_as_eager
 from graphs.torch_private.running import around_backwards, around_packing, before_fused, called_back_here, is_active
@@ -103,6 +103,9 @@ def budget(
     tensor: such a write is no operator, and what was made from the tensor may be made again. Arrays that were made from a tensor
     of the block (``numpy()``) may be written to.
 
+    The forward belongs in the block: what a backward finds of one from before it has come from outside, and is not evicted. A
+    custom operator must give the same answer when it is run again, but for what it draws from PyTorch's generators.
+
     What other threads of the program run is outside of the block. What they read of the block's tensors may be evicted, and then
     is empty: clone it in the block's thread, and hand them that once the block is over.
 
@@ -141,10 +144,12 @@ def budget(
 
 def _bytes_of(budget: int | str) -> int:
     """Bytes of a budget that is no share. Raises InputError."""
+    why = ""
     with contextlib.suppress(InputError):  # which offers shares
         if not is_share(budget):
             return resolve_budget(budget, 0)
-    raise InputError(f"budget {budget!r}: give bytes (6442450944 or '6GiB'); what a share is of is not known beforehand")
+        why = "; what a share is of is not known beforehand"
+    raise InputError(f"budget {quoted(budget)}: give bytes (6442450944 or '6GiB'){why}")
 
 
 class _Noting(contextlib.AbstractContextManager[None]):
@@ -244,6 +249,8 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
             self._interposed.close()
             self._wall_s = time.perf_counter() - self._wall_s
             self._settle(failed=error is not None)
+            if error is None:  # what did not fit was seen to
+                self._keeper.failure, self._keeper.thrashed = None, False
         except BaseException as failed:
             if self._alive is None or not isinstance(failed, Exception):
                 self.interrupted(self._interposed.close)
@@ -394,7 +401,8 @@ class EagerRun(contextlib.AbstractContextManager["EagerRun"]):
         if self.torn:
             raise InputError("the block was interrupted in the middle of an operator; what it did is not known to the end")
         if self._alive is None:
-            raise InputError("the block is still under way; its graph is complete afterwards")
+            now = "is still under way" if self in _UNDER_WAY else "has not been entered yet"
+            raise InputError(f"the block {now}; its graph is complete afterwards")
         return self._record.written(self._alive)
 
 

@@ -8,6 +8,7 @@ import ctypes
 import functools
 import gc
 import io
+import math
 import operator
 import os
 import re
@@ -31,7 +32,7 @@ from graphs.errors import BudgetExceeded, CaptureError, InputError, NoScheduleFo
 from graphs.torch_private.names import without_torch_function
 from graphs.torch_private.tensors import REPLACES_IN_PLACE
 from online import run as run_online
-from online.blocks import estimates
+from online.blocks import estimates, keeping
 from online.blocks.keeping import Keeper
 from online.blocks.kinds import kind_of
 from online.blocks.recipes import Recipe
@@ -915,8 +916,80 @@ def test_batches_do_not_stay_for_the_sake_of_their_losses(summed: bool) -> None:
 
 
 @EXACT
-def test_results_of_arguments_fixed_to_make_room_can_be_made_again() -> None:
+@pytest.mark.parametrize(
+    ("loop", "budget_bytes"),
+    [("covariance", 60_000), ("average", 120_000), ("gathered", 370_000), ("listed", 680_000), ("trained", 190_000)],
+)
+def test_batches_do_not_stay_for_the_sake_of_what_they_add_to(loop: str, budget_bytes: int) -> None:
+    """All 40 of them have 327,680 bytes; what comes of them can be as large as one, or as all."""
+    model = seeded(lambda: nn.Linear(32, 32))
+    initial = copy.deepcopy(model.state_dict())
+    batches = [torch.randn(64, 32).numpy() for _ in range(40)]
+
+    def answer() -> list[Tensor]:
+        model.load_state_dict(initial)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        total, average, listed = torch.zeros(32, 32), torch.zeros(64, 32), list[Tensor]()
+        gathered = torch.zeros(40 * 64 if loop == "gathered" else 0, 32)
+        for i, batch in enumerate(batches):
+            x = torch.from_numpy(batch.copy())
+            if loop == "trained":
+                optimizer.zero_grad()
+                model(x).square().mean().backward()
+                optimizer.step()
+            with torch.no_grad():
+                if loop in ("covariance", "trained"):
+                    total += x.T @ x
+                elif loop == "average":
+                    average = 0.9 * average + 0.1 * x.sin()
+                elif loop == "gathered":
+                    gathered[i * 64 : (i + 1) * 64] = model(x)
+                else:
+                    listed.append(model(x))
+        made = {"average": average, "gathered": gathered, "covariance": total, "trained": total}
+        return [torch.cat(listed) if listed else made[loop], model.weight.detach().clone()]
+
+    want = answer()
+    with budget(budget_bytes, costs="modelled") as run:
+        got = answer()
+    assert same(got, want)
+    assert run.peak_bytes <= budget_bytes
+    assert simulate(run.graph, run.schedule).peak_bytes == run.peak_bytes
+
+
+@EXACT
+def test_what_has_no_room_for_two_versions_has_one() -> None:
+    """Nor do thousands of numbers stay that were written to it, which would be looked through again and again."""
+    with budget(70_000, costs="modelled") as run, torch.no_grad():
+        table = torch.zeros(1000, 16)
+        for i in range(1500):
+            table[i % 1000] = float(i)
+        table[:10].add_(1).mul_(2)
+    want = torch.arange(1000.0)
+    want[:500] += 1000
+    want[:10] = (want[:10] + 1) * 2
+    assert torch.equal(table, want[:, None].expand(1000, 16))
+    assert run.peak_bytes <= 70_000
+    assert simulate(run.graph, run.schedule).peak_bytes == run.peak_bytes
+    assert run.record().completed
+
+
+def test_what_did_not_fit_is_past_where_the_block_went_on() -> None:
+    with budget(10_000) as run:
+        with pytest.raises(BudgetExceeded):
+            torch.ones(10_000)
+        half = torch.ones(1000) + 1
+    assert half.sum() == 2000
+    assert run.record().completed and run.record().failure is None
+    with contextlib.suppress(BudgetExceeded), budget(10_000) as run:
+        torch.ones(10_000)
+    assert not run.record().completed and run.record().failure is not None
+
+
+@EXACT
+def test_results_of_arguments_fixed_to_make_room_can_be_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where an op does not fit, what unpack hooks have made is let go of, and what came from it stays. That op reads such."""
+    monkeypatch.setattr(keeping, "LOOK_SHARE", math.inf)  # not before
     found = case("mlp")
 
     def answer(*blocks: contextlib.AbstractContextManager[object]) -> list[Tensor]:
@@ -1487,13 +1560,37 @@ def test_out_arguments_have_to_have_their_size() -> None:
         out = torch.empty(100)
         torch.add(x, x, out=out)
         assert torch.equal(out, x + x)
-        with pytest.raises(InputError, match="give out= one of the right size"):
-            torch.add(x, x, out=torch.empty(0))
-    outside = torch.empty(0)
-    with pytest.raises(InputError, match="give out= one of the right size"), budget(None):
+        wrong = torch.empty(3)
+        with pytest.raises(InputError, match="give out= one of the right size"), pytest.warns(UserWarning, match="was resized"):
+            torch.add(x, x, out=wrong)
+    outside = torch.empty(3)
+    with pytest.raises(InputError, match="one of the right size"), pytest.warns(UserWarning, match="was resized"), budget(None):
         torch.add(x, x, out=outside)
     with pytest.raises(InputError, match="changed the size"), budget(None):
         torch.empty(10).resize_(1000)
+
+
+@EXACT
+def test_what_is_empty_may_be_written_to_and_counts_then() -> None:
+    x, outside = torch.randn(1000), torch.empty(0)
+
+    def answer() -> list[Tensor]:
+        inside = torch.add(x, 1, out=torch.empty(0))
+        torch.sin(inside, out=outside)
+        more = [outside * i + inside for i in range(5)]
+        return [inside, outside, sum(more), torch.quasirandom.SobolEngine(5).draw(20)]
+
+    want = [each.clone() for each in answer()]
+    with budget(None) as free:
+        got = answer()
+    assert same(got, want)
+    assert free.peak_bytes > 7 * 4000
+    outside.resize_(0)
+    with budget(28_000, costs="modelled") as run:
+        got = answer()
+    assert same(got, want)
+    assert run.counters.evictions and run.peak_bytes <= 28_000
+    assert simulate(run.graph, run.schedule).peak_bytes == run.peak_bytes
 
 
 @EXACT
@@ -2072,9 +2169,14 @@ def test_wrong_uses_are_said() -> None:
     for extras in ("ignore", "reclaim+counted", "counted+counted", "yield", ""):
         with pytest.raises(InputError, match=r"\+reclaim and \+counted"):
             budget("1GiB", heuristic=f"dtr+{extras}")
-    for share in (0.5, "0.5", "50%", "half", -1):
+    for share in (0.5, "0.5", "50%"):
         with pytest.raises(InputError, match=r"give bytes \(6442450944 or '6GiB'\); what a share is of is not known"):
             budget(share)  # type: ignore[arg-type]
+    for nothing in ("half", "6G", "", -1, [5]):
+        with pytest.raises(InputError, match=r"budget .*: give bytes \(6442450944 or '6GiB'\)$"):
+            budget(nothing)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="the block has not been entered yet"):
+        _ = budget(None).graph
     with pytest.raises(InputError, match="measured"):
         budget("1GiB", costs="guessed")
     with pytest.raises(InputError, match="thrash_limit"):

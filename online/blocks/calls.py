@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphs.errors import InputError
+from graphs.errors import BudgetExceeded, InputError
 from graphs.torch_private.names import tree_leaves
 from graphs.torch_private.running import current_stream, in_backward
 from graphs.torch_private.tensors import is_zero_stand_in
@@ -143,7 +143,16 @@ class Calls:
             read = [content for content in read if content not in scratch]
         self._runs.begun = False
         try:
-            result = self._runs.run(kind, calls, sizes, read, written, scratch, recipe, func, args, kwargs)
+            try:
+                result = self._runs.run(kind, calls, sizes, read, written, scratch, recipe, func, args, kwargs)
+            except BudgetExceeded:
+                if self._runs.begun or not written:
+                    raise
+                for content in written:  # where its old content and the new one do not fit together, it has one from now on
+                    self._keeper.fix(content, kind.name)
+                written, overwritten, recipe = [], written, None
+                result = self._runs.run(kind, calls, sizes, read, written, scratch, recipe, func, args, kwargs)
+                self._keeper.failure = None
         except BaseException as error:
             if self._runs.begun and written:
                 for content in written:
@@ -161,7 +170,9 @@ class Calls:
                 kind.random = kind.random or bool(before)
             recipe.draws = [(where, drawn(state, where)) for where, state in before]
         if overwritten:
-            check_sizes(overwritten)
+            check_sizes([content for content in overwritten if content.size_bytes])
+        if kind.written and not all(content.size_bytes for content in written or overwritten):
+            self._count_filled(kind, args, kwargs)
         if kind.blank:
             blank = self._content(result).number
             self._engine.hold(blank)
@@ -233,6 +244,15 @@ class Calls:
                 for each in (tensor,) if isinstance(tensor, Tensor) else tensor:  # one list of outputs for each input
                     found[self._content(each)] = None
         return list(found)
+
+    def _count_filled(self, kind: Kind, args: Any, kwargs: Any) -> None:
+        """What an op was given to write to without any bytes (``out=torch.empty(0)``) may have some now: it is counted as if it
+        came from outside, and stays."""
+        for content in self._written(kind, args, kwargs):
+            storage = None if content.at is None else content.at()
+            if not content.size_bytes and storage is not None and storage.nbytes():
+                self._storages.disown(content)
+        self._written(kind, args, kwargs)
 
     def _keep_filled(self, kind: Kind, read: list[Content], written: list[Content]) -> None:
         """What was allocated without content and is read now was written past the dispatcher, by functions of PyTorch (the CTC

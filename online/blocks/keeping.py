@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 from torch import UntypedStorage
 
@@ -16,10 +17,22 @@ from online.engines.engine import OutOfMemory, Thrashed
 from online.engines.growing import GrowingEngine
 from online.runtime import Failure
 
+LOOK_SHARE = 0.125  # of the budget: once inputs of so many bytes have come, earlier ones are looked at
+
 
 def _made_outside(content: Content) -> UntypedStorage | None:
     """The storage of a content that cannot be made again, if the program still has it."""
     return None if content.made_by is not None or content.at is None else content.at()
+
+
+def _is_given_up(content: Content) -> bool:
+    """Whether the program has no tensor any more of a content that was made outside."""
+    storage = _made_outside(content)
+    return storage is not None and in_no_tensor(storage)
+
+
+def _bytes(contents: Iterable[Content]) -> int:
+    return sum(content.size_bytes for content in contents)
 
 
 class Keeper:
@@ -39,6 +52,7 @@ class Keeper:
         self.fixed = False
         self.opened: set[int] = set()
         self._freeing = False  # inputs, under way
+        self._given_bytes = 0  # of inputs since somebody last looked whether some can go
 
     def guarded(self, name: str, step: Callable[[int], None], number: int) -> None:
         """A step of the engine for an operator of that name. Whatever fails, nothing stays locked.
@@ -57,7 +71,7 @@ class Keeper:
             step(number)
         except OutOfMemory as error:
             self._engine.give_up()
-            if self._free_inputs() or self._free_cycles():
+            if self._free_inputs(error.held) or self._free_cycles():
                 self.guarded(name, step, number)
                 return
             asked, held = error.asked_bytes, []
@@ -113,18 +127,19 @@ class Keeper:
     def fix(self, content: Content, name: str) -> None:
         """A content is about to be written over without a new version of it: it, and what can be made again only from what it
         holds now, stays from now on."""
-        storages = self._storages
-        found = storages.made_from(content)
         storage = _made_outside(content)
-        if storage is not None:
-            for other in storages.given.around(storage.data_ptr()):  # an array's memory may be that of several tensors
-                found |= storages.made_from(other)
+        # An array's memory may be that of several tensors.
+        others = () if storage is None else self._storages.given.around(storage.data_ptr())
+        self._fix(self._storages.made_from(content, *others), name)
+
+    def _fix(self, found: Iterable[Content], name: str) -> None:
+        """Contents with all that can be made again only from them stay from now on."""
         for each in found:
             if each.at is not None:
                 self.keep(each, name)
         self.fixed = True
         for each in found:
-            storages.fix(each)  # only now: where something did not fit, it may be tried again
+            self._storages.fix(each)  # only now: where something did not fit, it may be tried again
 
     def open(self, content: Content, name: str) -> None:
         """A content is about to be shared with others, who may change it unseen: as ``fix``. What is made later from one that the
@@ -139,28 +154,42 @@ class Keeper:
             storages.given.add(content.at.known, storage.data_ptr(), content.size_bytes)
         self.opened.add(content.number)
 
-    def _free_inputs(self) -> bool:
-        """Something does not fit: let go of inputs that are there only to make smaller things from them again, which then stay;
-        whether that has freed bytes. Without it a loop would have all its batches in memory for the sake of a number each."""
+    def given_more(self, size_bytes: int) -> None:
+        """One more input comes. Now and then look whether earlier ones can go: once something does not fit, what they are there
+        for has gone first, and it may take all that were ever given to make it again."""
+        self._given_bytes += size_bytes
+        if self._budget_bytes is not None and self._given_bytes > LOOK_SHARE * self._budget_bytes:
+            self._given_bytes = 0
+            self._free_inputs(())
+
+    def _free_inputs(self, needed: Collection[int]) -> bool:
+        """Let go of inputs that are there only to make what is no larger from them again, which then stays; whether that frees
+        bytes. Without it a loop would have all its batches in memory for the sake of a number each, or of what they add to.
+
+        needed  numbers of what has to be in memory now in any case
+        """
         if self._freeing:
             return False
         storages = self._storages
         self._freeing, failed = True, (self.failure, self.thrashed)
         before = self._engine.used_bytes
         try:
-            for content in list(storages.by_key.values()):
-                storage = _made_outside(content)
-                if storage is None or not in_no_tensor(storage):
-                    continue
-                made = [each.size_bytes for each in storages.made_from(content) if each.at is not None]
-                if sum(made) < 2 * content.size_bytes:  # it is one of them
-                    with contextlib.suppress(BudgetExceeded, NoScheduleFound):
-                        self.fix(content, "")
-            storage = None
+            self._fix_instead_of_inputs(needed)
             storages.bury()
         finally:
             self._freeing, (self.failure, self.thrashed) = False, failed
         return self._engine.used_bytes < before
+
+    def _fix_instead_of_inputs(self, needed: Collection[int]) -> None:
+        storages, kept = self._storages, self._engine.kept
+        given = [content for content in storages.by_key.values() if _is_given_up(content)]
+        together = defaultdict[frozenset[Content], list[Content]](list)  # inputs that are there for the same
+        for content, alive in storages.alive_from(given).items():
+            together[alive].append(content)
+        for alive, inputs in sorted(together.items(), key=lambda entry: -_bytes(entry[1])):
+            if _bytes(each for each in alive if each.number not in kept and each.number not in needed) <= _bytes(inputs):
+                with contextlib.suppress(BudgetExceeded, NoScheduleFound):
+                    self._fix(storages.made_from(*inputs), "")
 
     def _free_cycles(self) -> bool:
         """Something does not fit: have Python free what the program has dropped in cycles; whether that has freed bytes."""

@@ -86,6 +86,7 @@ class Outside:
             self._record.resident.append(s)
             content = self._storages.add(s, size, None, storage)
         else:
+            self._keeper.given_more(size)
             op = self._record.declare(GIVEN.entries[True][in_backward()], (), (size,), 0)
             self._keeper.guarded("an input", engine.call, op)
             (s,) = engine.outputs(op)

@@ -189,7 +189,7 @@ class Runs:
             for content in replaced:
                 self._keeper.keep(content, "")
         if replaced:
-            check_sizes(replaced)
+            check_sizes([content for content in replaced if content.size_bytes])  # those without bytes may get some
 
     def compute(self, op: int) -> None:
         """Run an op, for the first time or again."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
+from collections.abc import Iterable
 from typing import TypeVar
 
 from torch import UntypedStorage
@@ -117,20 +118,46 @@ class Storages:
             del self.by_key[notice.key]
         self._engine.drop(content.number)
 
-    def made_from(self, content: Content) -> dict[Content, None]:
-        """It, and all that can be made again only from what it holds now."""
-        found = {content: None}
-        stack = [content]
+    def made_from(self, *contents: Content) -> dict[Content, None]:
+        """They, and all that can be made again only from what they hold now."""
+        found = dict.fromkeys(contents)
+        stack = list(contents)
         while stack:
-            reader = stack.pop()
-            for op in self._readers_of(reader):
-                recipe = self.recipe(op)
-                for made in recipe.makes if recipe is not None else ():
-                    other = made()
-                    if other is not None and other not in found:
-                        found[other] = None
-                        stack.append(other)
+            for other in self._made_of(stack.pop()):
+                if other not in found:
+                    found[other] = None
+                    stack.append(other)
         return found
+
+    def alive_from(self, contents: Iterable[Content]) -> dict[Content, frozenset[Content]]:
+        """For each content what the program has of all that can be made again only from what it holds now."""
+        alive: list[Content] = []
+        found: dict[Content, int] = {}  # a bit for each of those
+        asked = list(contents)
+        stack = asked.copy()
+        while stack:
+            content = stack[-1]
+            made = [] if content in found else self._made_of(content)
+            if missing := [other for other in made if other not in found]:
+                stack += missing
+                continue
+            stack.pop()
+            if content not in found:
+                bits = 0
+                for other in made:
+                    bits |= found[other]
+                if content.at is not None and content.made_by is not None:
+                    bits |= 1 << len(alive)
+                    alive.append(content)
+                found[content] = bits
+        sets = {bits: frozenset(alive[i] for i in range(bits.bit_length()) if bits >> i & 1) for bits in set(found.values())}
+        return {content: sets[found[content]] for content in asked}
+
+    def _made_of(self, content: Content) -> list[Content]:
+        """What somebody still needs of what ops made that have read it since it was last fixed."""
+        recipes = [self.recipe(op) for op in self._readers_of(content)]
+        made = [known() for recipe in recipes if recipe is not None for known in recipe.makes]
+        return [other for other in made if other is not None]
 
     def _readers_of(self, content: Content) -> list[int]:
         """The ops that have read it since it was last fixed. Found when asked for: most blocks never write to what stays."""
