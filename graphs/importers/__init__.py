@@ -25,8 +25,8 @@ def load(path: str | os.PathLike[str]) -> Graph:
     """Read a graph file, its format found from its content; ``.gz`` files of any format are unzipped.
 
     A file whose first line is a JSON object with an INSTRUCTION is an operator log; any other JSON object with a ``schema`` is
-    one of our graphs, and one with ``edges`` a Checkmate instance. The file is
-    read once: it may be a pipe. Raises InputError naming the file and what is wrong.
+    one of our graphs, and one with ``edges`` a Checkmate instance. The file is read once: it may be a pipe. Raises InputError
+    naming the file and what is wrong.
     """
     text = read_text(path)
     first = next((line for line in text.splitlines() if line.strip()), "")

@@ -150,7 +150,8 @@ class Storages:
                     bits |= 1 << len(alive)
                     alive.append(content)
                 found[content] = bits
-        sets = {bits: frozenset(alive[i] for i in range(bits.bit_length()) if bits >> i & 1) for bits in set(found.values())}
+        several = {found[content] for content in asked}
+        sets = {bits: frozenset(alive[i] for i in range(bits.bit_length()) if bits >> i & 1) for bits in several}
         return {content: sets[found[content]] for content in asked}
 
     def _made_of(self, content: Content) -> list[Content]:
