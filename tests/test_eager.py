@@ -957,6 +957,59 @@ def test_batches_do_not_stay_for_the_sake_of_what_they_add_to(loop: str, budget_
     assert simulate(run.graph, run.schedule).peak_bytes == run.peak_bytes
 
 
+def given(kib: int) -> Tensor:
+    """A batch that nobody else has."""
+    return torch.from_numpy(torch.full((kib, 256), 1.5).numpy().copy())
+
+
+def test_a_look_for_inputs_that_can_go_ends_where_none_can() -> None:
+    """It may let go of what a rebuild has left, but that is no reason to try again what did not fit."""
+    with pytest.raises(BudgetExceeded), budget(64 * 1024, costs="modelled") as run, torch.no_grad():
+        pinned = [given(4) for _ in range(8)]
+        for each in pinned:
+            each.sum()
+        small, batch = given(1), given(4)
+        made = batch.repeat(4, 1).sum(0)
+        del each, batch
+        large = small.repeat(4, 1).repeat(4, 1)
+        fixed = torch.zeros(20 * 256)
+        fixed.numpy()
+        more = torch.zeros(6 * 256)
+        large.sum()
+    assert run.counters.recomputations < 20
+    assert torch.equal(large, torch.full((16, 256), 1.5)) and torch.equal(made, torch.full((256,), 24.0)) and not more.any()
+
+
+def test_a_look_that_comes_to_nothing_leaves_nothing_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five results have not enough room beside the batch that they are made from; it would go for them."""
+
+    def answer() -> list[Tensor]:
+        batch = given(60)
+        made = [batch[10 * i : 10 * i + 10].sin() for i in range(5)]
+        del batch
+        more = (given(13) * 2).sum()
+        return [more, *[each.sum() for each in made]]
+
+    want = answer()
+    for share in (math.inf, keeping.LOOK_SHARE):
+        monkeypatch.setattr(keeping, "LOOK_SHARE", share)
+        with budget(100 * 1024, costs="modelled") as run:
+            got = answer()
+        assert same(got, want) and run.counters.recomputations
+
+
+def test_what_is_filled_beyond_the_budget_is_told() -> None:
+    x = torch.randn(1000)
+    said = pytest.warns(RuntimeWarning, match=r"aten\.sort has had up to 20,000 bytes in memory, above the budget of 18,000")
+    with said, budget(18_000):
+        older = x + 1
+        ordered, places = torch.sort(x, out=(torch.empty(0), torch.empty(0, dtype=torch.long)))
+        del older
+    assert torch.equal(x[places], ordered)
+    with pytest.raises(BudgetExceeded, match=r"aten\.sort needs"), budget(10_000):
+        torch.sort(x, out=(torch.empty(0), torch.empty(0, dtype=torch.long)))
+
+
 @EXACT
 def test_what_has_no_room_for_two_versions_has_one() -> None:
     """Nor do thousands of numbers stay that were written to it, which would be looked through again and again."""

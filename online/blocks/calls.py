@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from threading import get_ident
 from typing import Any
 
@@ -41,7 +42,7 @@ class Calls:
         self._died, self._dead, self._unread = storages.died, storages.dead, storages.unread
         self._keeper = keeper
         self._opened = keeper.opened
-        self._content = outside.content
+        self._outside, self._content = outside, outside.content
         self._runs = runs
         self._blank: set[int] = set()  # contents that no operator has written or read since they were allocated, held
         self._stream = self._thread = 0
@@ -145,10 +146,13 @@ class Calls:
         try:
             try:
                 result = self._runs.run(kind, calls, sizes, read, written, scratch, recipe, func, args, kwargs)
+                fits = True
             except BudgetExceeded:
                 if self._runs.begun or not written:
                     raise
-                for content in written:  # where its old content and the new one do not fit together, it has one from now on
+                fits = False
+            if not fits:  # the old content and the new one together: it has one from now on
+                for content in written:
                     self._keeper.fix(content, kind.name)
                 written, overwritten, recipe = [], written, None
                 result = self._runs.run(kind, calls, sizes, read, written, scratch, recipe, func, args, kwargs)
@@ -237,22 +241,17 @@ class Calls:
 
     def _written(self, kind: Kind, args: Any, kwargs: Any) -> list[Content]:
         """The contents an op writes over, each once."""
-        found: dict[Content, None] = {}
-        for at, name in kind.written:
-            argument = args[at] if at < len(args) else kwargs.get(name)
-            for tensor in (argument,) if isinstance(argument, Tensor) else argument or ():
-                for each in (tensor,) if isinstance(tensor, Tensor) else tensor:  # one list of outputs for each input
-                    found[self._content(each)] = None
-        return list(found)
+        return list(dict.fromkeys(map(self._content, _written_to(kind, args, kwargs))))
 
     def _count_filled(self, kind: Kind, args: Any, kwargs: Any) -> None:
         """What an op was given to write to without any bytes (``out=torch.empty(0)``) may have some now: it is counted as if it
         came from outside, and stays."""
-        for content in self._written(kind, args, kwargs):
-            storage = None if content.at is None else content.at()
-            if not content.size_bytes and storage is not None and storage.nbytes():
+        for tensor in _written_to(kind, args, kwargs):
+            content, size_bytes = self._content(tensor), tensor.untyped_storage().nbytes()
+            if size_bytes and not content.size_bytes:
+                self._runs.note(kind.name, self._engine.used_bytes + size_bytes)
                 self._storages.disown(content)
-        self._written(kind, args, kwargs)
+                self._outside.meet(tensor, name=kind.name)
 
     def _keep_filled(self, kind: Kind, read: list[Content], written: list[Content]) -> None:
         """What was allocated without content and is read now was written past the dispatcher, by functions of PyTorch (the CTC
@@ -270,6 +269,14 @@ class Calls:
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, Tensor) and not leaf.is_meta and not leaf.untyped_storage().resizable():
                 self._keeper.keep(self._content(leaf), kind.name)
+
+
+def _written_to(kind: Kind, args: Any, kwargs: Any) -> Iterator[Tensor]:
+    """The tensors that an op writes to."""
+    for at, name in kind.written:
+        argument = args[at] if at < len(args) else kwargs.get(name)
+        for tensor in (argument,) if isinstance(argument, Tensor) else argument or ():
+            yield from (tensor,) if isinstance(tensor, Tensor) else tensor  # one list of outputs for each input
 
 
 def _may_be_state(tensor: Tensor) -> bool:

@@ -122,7 +122,7 @@ class Keeper:
         if engine.resident[number]:  # nothing has to go for it
             engine.keep_until_dropped(number)
         else:
-            self.guarded(name, engine.keep_until_dropped, number)
+            self.guarded(name, lambda s: engine.keep_until_dropped(s) if content.at is not None else None, number)
 
     def fix(self, content: Content, name: str) -> None:
         """A content is about to be written over without a new version of it: it, and what can be made again only from what it
@@ -134,9 +134,16 @@ class Keeper:
 
     def _fix(self, found: Iterable[Content], name: str) -> None:
         """Contents with all that can be made again only from them stay from now on."""
-        for each in found:
-            if each.at is not None:
-                self.keep(each, name)
+        kept: list[int] = []
+        try:
+            for each in found:
+                if each.at is not None and each.number not in self._engine.kept:
+                    self.keep(each, name)
+                    kept.append(each.number)
+        except Exception:  # what is not fixed need not stay
+            for number in kept:
+                self._engine.keep_no_longer(number)
+            raise
         self.fixed = True
         for each in found:
             self._storages.fix(each)  # only now: where something did not fit, it may be tried again
@@ -172,15 +179,16 @@ class Keeper:
             return False
         storages = self._storages
         self._freeing, failed = True, (self.failure, self.thrashed)
-        before = self._engine.used_bytes
         try:
-            self._fix_instead_of_inputs(needed)
+            inputs = self._fix_instead_of_inputs(needed)
             storages.bury()
         finally:
             self._freeing, (self.failure, self.thrashed) = False, failed
-        return self._engine.used_bytes < before
+        return any(storages.at_number(number) is None for number in inputs)
 
-    def _fix_instead_of_inputs(self, needed: Collection[int]) -> None:
+    def _fix_instead_of_inputs(self, needed: Collection[int]) -> list[int]:
+        """The numbers of those that nothing is made from any more."""
+        free: list[int] = []
         storages, kept = self._storages, self._engine.kept
         given = [content for content in storages.by_key.values() if _is_given_up(content)]
         together = defaultdict[frozenset[Content], list[Content]](list)  # inputs that are there for the same
@@ -190,6 +198,8 @@ class Keeper:
             if _bytes(each for each in alive if each.number not in kept and each.number not in needed) <= _bytes(inputs):
                 with contextlib.suppress(BudgetExceeded, NoScheduleFound):
                     self._fix(storages.made_from(*inputs), "")
+                    free += [each.number for each in inputs]
+        return free
 
     def _free_cycles(self) -> bool:
         """Something does not fit: have Python free what the program has dropped in cycles; whether that has freed bytes."""

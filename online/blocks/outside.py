@@ -72,8 +72,12 @@ class Outside:
         storage = tensor.untyped_storage()
         return storage.nbytes() > 0 or storage._cdata in self._contents
 
-    def meet(self, tensor: Tensor, *, resident: bool = False) -> Content:
-        """Count a storage that was made outside the block; it is never evicted. ``resident``: from the start."""
+    def meet(self, tensor: Tensor, *, resident: bool = False, name: str = "an input") -> Content:
+        """Count a storage that was made outside the block; it is never evicted.
+
+        resident  from the start
+        name      of what needs its bytes, for an error
+        """
         if tensor.layout is not STRIDED:
             check_layout(tensor)
         storage = tensor.untyped_storage()
@@ -88,7 +92,7 @@ class Outside:
         else:
             self._keeper.given_more(size)
             op = self._record.declare(GIVEN.entries[True][in_backward()], (), (size,), 0)
-            self._keeper.guarded("an input", engine.call, op)
+            self._keeper.guarded(name, engine.call, op)
             (s,) = engine.outputs(op)
             content = self._storages.add(s, size, None, storage)
             engine.keep_until_dropped(s)

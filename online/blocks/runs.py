@@ -105,7 +105,7 @@ class Runs:
             if made_bytes == sizes:
                 if workspace is not None and other_bytes + workspace.size_bytes > workspace_bytes:
                     workspace_bytes = other_bytes + workspace.size_bytes
-                    self._note(kind.name, engine.used_bytes + sum(all_sizes) + workspace_bytes)
+                    self.note(kind.name, engine.used_bytes + sum(all_sizes) + workspace_bytes)
                 enter(self._log, engine.ops, entry)
                 op = engine.ran(reads, all_sizes, workspace_bytes, took_ns)
                 self._bind(op, written, made, recipe)
@@ -129,7 +129,7 @@ class Runs:
             other_bytes = copies_bytes if REPLACES_IN_PLACE else copies_bytes + max(before + sizes, default=0)
             workspace_bytes = other_bytes if workspace is None else other_bytes + workspace.size_bytes
             op = self._record.declare(entry, reads, before + sizes, workspace_bytes, took_ns)
-            self._note(kind.name, engine.used_bytes + sum(sizes) + (0 if workspace is None else workspace.size_bytes))
+            self.note(kind.name, engine.used_bytes + sum(sizes) + (0 if workspace is None else workspace.size_bytes))
             self._keeper.guarded(kind.name, engine.call, op)
             if kind.name not in BOUNDS:
                 calls.sizes = sizes
@@ -158,7 +158,7 @@ class Runs:
             self._storages.forget()
         return new_storages(result, self._contents)
 
-    def _note(self, name: str, asked_bytes: int) -> None:
+    def note(self, name: str, asked_bytes: int) -> None:
         """An operator has had so many bytes in memory."""
         if self.over is None and asked_bytes > self._engine.budget_bytes:
             self.over = name, asked_bytes
@@ -203,7 +203,7 @@ class Runs:
                 raise _Surprise(self._result, took_ns)
             engine.took(op, took_ns)
             if workspace is not None:
-                self._note(kind_of(func).name, engine.needed(op, running.other_bytes + workspace.size_bytes))
+                self.note(kind_of(func).name, engine.needed(op, running.other_bytes + workspace.size_bytes))
             return
         recipe = self._storages.recipe(op)
         if recipe is None:  # its result is already there

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
 from torch import UntypedStorage
@@ -22,6 +22,14 @@ def _done(waiting: list[T], i: int, one: T) -> None:
     behind it, or another thread been faster."""
     if i < len(waiting) and waiting[i] is one:
         del waiting[i]
+
+
+def _places(bits: int) -> Iterator[int]:
+    """Which bits are set; few are, of many."""
+    while bits:
+        last = bits & -bits
+        yield last.bit_length() - 1
+        bits ^= last
 
 
 class Storages:
@@ -151,7 +159,7 @@ class Storages:
                     alive.append(content)
                 found[content] = bits
         several = {found[content] for content in asked}
-        sets = {bits: frozenset(alive[i] for i in range(bits.bit_length()) if bits >> i & 1) for bits in several}
+        sets = {bits: frozenset(map(alive.__getitem__, _places(bits))) for bits in several}
         return {content: sets[found[content]] for content in asked}
 
     def _made_of(self, content: Content) -> list[Content]:

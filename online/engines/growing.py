@@ -133,6 +133,13 @@ class GrowingEngine(Engine):
         self._lock(s)
         self.kept.add(s)
 
+    def keep_no_longer(self, s: int) -> None:
+        """What was kept may be evicted again."""
+        if s in self.kept:
+            self.kept.discard(s)
+            if not self._pinned[s]:
+                self._unlock(s)
+
     def hold(self, s: int) -> None:
         """Have a storage in memory until ``let_go``. Raises OutOfMemory."""
         self.bring(s)
@@ -149,10 +156,7 @@ class GrowingEngine(Engine):
 
     def drop(self, s: int) -> None:
         """The program holds no reference to storage ``s`` any more; what was kept is not kept any more."""
-        if s in self.kept:
-            self.kept.discard(s)
-            if not self._pinned[s]:
-                self._unlock(s)
+        self.keep_no_longer(s)
         super().drop(s)
         if self.pool.compiled is not None:
             self.pool.compiled.net.dropped[s] = True
