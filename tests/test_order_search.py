@@ -13,6 +13,7 @@ from graphs.ir import Graph
 from graphs.synthetic import random_layered
 from planner import keep_all, simulate
 from planner.incumbent import Incumbent
+from planner.process.clock import now_s
 from planner.schedule import computes, first_runs, with_frees
 from planner.stages import order_search
 from planner.stages.order_search import Ended, anneal_on, search_orders
@@ -24,7 +25,7 @@ def at(graph: Graph, share: float, *, gap: float = 0.001) -> Incumbent:
 
 
 def soon() -> float:
-    return time.perf_counter() + 60.0
+    return now_s() + 60.0
 
 
 @pytest.fixture

@@ -32,6 +32,7 @@ from planner.chains.chain import (
 from planner.chains.chain_dp import Way
 from planner.methods.rockmate import solve as rockmate
 from planner.methods.rotor import solve as rotor
+from planner.process.clock import now_s
 from planner.schedule import with_frees
 from planner.stages.block_chain import block_schedule
 from planner.stages.blocks import Block, BlockSolver, blocks
@@ -208,7 +209,7 @@ def test_blocks_are_solved_exactly() -> None:
         low = least_budget(block.graph, keep_order=True)
         for budget in range(low - 1, simulate(block.graph, keep_all(block.graph)).peak_bytes + 1, 2):
             best = least_time(block.graph, budget, keep_order=True)
-            runs, exact = solver().least(block, budget, 10**9, time.perf_counter() + 10)
+            runs, exact = solver().least(block, budget, 10**9, now_s() + 10)
             if runs is None:
                 continue
             trace = simulate(block.graph, with_frees(block.graph, runs))
@@ -225,7 +226,7 @@ def test_holding_less_at_the_stop_takes_more_time() -> None:
     times = []
     for share in (1.0, 0.5, 0.1):
         saved = sum(sizes) + int(share * (whole.peak_bytes - sum(sizes)))
-        runs, exact = solver().least(block, 2 * whole.peak_bytes, saved, time.perf_counter() + 20)
+        runs, exact = solver().least(block, 2 * whole.peak_bytes, saved, now_s() + 20)
         assert exact and runs is not None
         trace = simulate(block.graph, with_frees(block.graph, runs))
         times.append(trace.time_ns)

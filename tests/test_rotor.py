@@ -16,6 +16,7 @@ from planner import Status, keep_all, simulate, solve
 from planner.chains.chain import Stage, chain_of_ops
 from planner.chains.chain_dp import ChainProgram, Tables, Way
 from planner.methods.rotor import solve as rotor
+from planner.process.clock import now_s
 from planner.process.pauses import rare_collections
 from planner.schedule import with_frees
 from tests.chains import random_chain
@@ -249,7 +250,7 @@ def test_no_table_is_made_when_time_is_up(monkeypatch: pytest.MonkeyPatch) -> No
     program = ChainProgram(cut, [[Way(stage.forward, stage.backward)] for stage in cut.stages])
     monkeypatch.setattr("numpy.full", lambda *_: pytest.fail("a large table takes seconds"))
     with pytest.raises(TimeoutError):
-        program.tables(6, 1, deadline=time.perf_counter())
+        program.tables(6, 1, deadline=now_s())
 
 
 def test_a_chain_too_long_for_tables_may_keep_all() -> None:
