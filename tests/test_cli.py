@@ -377,6 +377,21 @@ def test_results_that_cannot_be_written_are_one_sentence(redirected: str, code: 
     assert (done.returncode, done.stderr.strip(), done.stdout) == (code, message, "")
 
 
+def test_an_error_that_nobody_can_be_told_has_its_exit_code() -> None:
+    assert subprocess.run(f"{BELADY} info nosuch.json 2>/dev/full", shell=True, timeout=120).returncode == BAD_INPUT
+
+
+@pytest.mark.parametrize("command", ["info", "plan --budget 0.5"])
+def test_a_graph_may_come_through_a_pipe_of_any_name(command: str, chain_file: str, tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe.json"
+    os.mkfifo(pipe)
+    with subprocess.Popen(["sh", "-c", f"cat {chain_file} > {pipe}"]) as writer:
+        try:
+            assert subprocess.run(f"{BELADY} {command} {pipe}", shell=True, timeout=60).returncode == DONE
+        finally:
+            writer.kill()
+
+
 @pytest.mark.parametrize(
     ("arguments", "code"),
     [(["workloads"], 0), (["plan", "resnet51", "--budget", "0.5"], 2), (["run", "mlp", "--budget", "0.5", "--seq", "9"], 2)],

@@ -998,6 +998,31 @@ def test_a_look_that_comes_to_nothing_leaves_nothing_pinned(monkeypatch: pytest.
         assert same(got, want) and run.counters.recomputations
 
 
+def test_what_is_collected_while_inputs_are_looked_for_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has been evicted, and would be brought back for nobody."""
+
+    class Cycle:
+        def __init__(self, made: Tensor) -> None:
+            self.itself, self.made = self, made
+
+    alive_from = Storages.alive_from
+
+    def collected(*arguments: Any) -> Any:
+        found = alive_from(*arguments)
+        gc.collect()
+        return found
+
+    with frozen_before(), budget(64 * 1024, costs="modelled") as run, torch.no_grad():
+        cycle = Cycle(given(8).sin())
+        torch.zeros(50 * 256).sum()  # evicts it
+        assert run.counters.evictions
+        monkeypatch.setattr(Storages, "alive_from", collected)
+        del cycle
+        for _ in range(2):
+            given(20).sum()
+        assert run.live_bytes <= 20 * 1024  # the last batch, for its sum
+
+
 def test_what_is_filled_beyond_the_budget_is_told() -> None:
     x = torch.randn(1000)
     said = pytest.warns(RuntimeWarning, match=r"aten\.sort has had up to 20,000 bytes in memory, above the budget of 18,000")

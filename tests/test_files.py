@@ -25,6 +25,17 @@ def test_a_name_may_be_as_long_as_the_file_system_takes(length: int, tmp_path: P
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_what_is_larger_than_the_memory_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_much(_: bytes) -> bytes:
+        raise MemoryError
+
+    path = tmp_path / "bomb.gz"
+    write_whole(path, "much")
+    monkeypatch.setattr("gzip.decompress", too_much)
+    with pytest.raises(InputError, match=f"{path} is larger than the memory that is left"):
+        read_text(path)
+
+
 @pytest.mark.parametrize("name", [LONG, f"{LONG}/x", f"new/{LONG}", f"new/{LONG}/x"])
 def test_a_name_that_is_too_long_is_told(name: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=f"cannot write {tmp_path / name}: File name too long"):

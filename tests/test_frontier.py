@@ -121,6 +121,8 @@ def test_plans_wants_a_budget() -> None:
 def test_min_budget_wants_a_graph_and_a_share() -> None:
     with pytest.raises(InputError, match=r"min_budget takes a captured Step or a Graph, not a list"):
         min_budget([])  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="progress must be a function or None, not 5"):
+        min_budget(chain(3), progress=5)  # type: ignore[arg-type]
     for within in (-0.1, 1.0, math.nan, "1 %", None):
         with pytest.raises(InputError, match="within must be at least 0 and below 1"):
             min_budget(chain(3), within=within)  # type: ignore[arg-type]

@@ -332,6 +332,7 @@ def test_plans_may_start_from_a_schedule_and_refuse_what_they_cannot_use(ladder:
     model, x = nn.Linear(4, 4), torch.randn(2, 4)
     for options, message in (
         ({"method": "x"}, "unknown method 'x'"),
+        ({"method": ["x"]}, r"unknown method \['x'\]"),
         ({"gap": 3}, "gap must be"),
         ({"nonsense": 3}, "no option 'nonsense'"),
         ({"done": 3}, "done must be a function that takes a Plan, not 3"),

@@ -212,6 +212,10 @@ def test_a_plan_saved_without_figures_is_read_all_the_same(chain_2: Graph, tmp_p
     del content["figures"]
     path.write_text(json.dumps(content, indent=1))
     assert load_plan(path, chain_2) == plan and is_saved_plan(path)
+    for schema, is_one in (("belady-plan-2", True), ("belady-plan-10", True), ("belady-plan-", False), ("belady-graph-1", False)):
+        path.write_text(json.dumps(content | {"schema": schema}))
+        assert is_saved_plan(path) is is_one
+    path.write_text(json.dumps(content))
     row = saved_row(path)
     assert (row["ops"], row["bound_ns"], row["time_ns"], row["peak_bytes"], row["gap"]) == (5, 6, None, None, None)
 
