@@ -8,6 +8,7 @@ import logging
 import os
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -141,7 +142,8 @@ def _measure(node: fx.Node, device: torch.device, repeats: int) -> tuple[int, in
     """Time in ns (at least 1) and workspace in bytes of one call."""
     target: Any = node.target
     try:
-        with really(), torch.no_grad(), torch.autocast(device.type, enabled=False):  # casts are ops of the graph already
+        with really(), torch.no_grad(), torch.autocast(device.type, enabled=False), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the step itself gives them; casts are ops of the graph already
             args, kwargs = arguments_of(node, device)
             call = functools.partial(target, *args, **kwargs)
             return _on_cuda(call, device, repeats) if device.type == "cuda" else (_on_cpu(call, repeats), 0)

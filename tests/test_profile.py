@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -339,6 +340,23 @@ def test_an_op_that_cannot_run_alone_is_named_and_modelled(
     monkeypatch.setattr(profile, "described", unknown)
     with pytest.raises(InputError, match=r"only_ones .*cannot be timed alone: ValueError: not all ones; there is no description"):
         measured(step, cache_dir=tmp_path, repeats=1)
+
+
+@torch.library.custom_op("belady_tests::warned", mutates_args=())
+def warned(x: Tensor) -> Tensor:
+    warnings.warn("may change at any time", UserWarning, stacklevel=1)
+    return x.clone()
+
+
+warned.register_fake(torch.empty_like)
+
+
+def test_an_op_that_warns_is_timed_in_silence(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Warnings are errors in these tests: PyTorch warns of `index_reduce` and others, each once in a process."""
+    step = capture(Lambda(lambda h, x: (h * warned(x)).sum()), torch.ones(4, 4))
+    assert any("warned" in op.kind for op in step.graph.ops)
+    measured(step, cache_dir=tmp_path, repeats=1)
+    assert not [record for record in caplog.records if record.name == "belady"]
 
 
 def unknown(_: Step) -> None:
