@@ -447,7 +447,7 @@ def test_a_last_row_that_only_lacks_its_end_of_line_stays(tmp_path: Path) -> Non
         '{"nodes": [1',
         "{name: mine, secret: 42}\n",
         "{x",
-        plan(training_chain(2), 1.0).to_text(),
+        pytest.param(plan(training_chain(2), 1.0).to_text(), id="a plan"),  # which says how long it took
     ],
 )
 def test_files_of_other_kinds_are_not_added_to_nor_cut(content: str, tmp_path: Path) -> None:
