@@ -34,6 +34,7 @@ figures: install
 	$(BIN)/python -m belady.readme_tables
 	$(BIN)/python -m belady.online_doc
 	$(BIN)/python -m belady.methods_doc
+	$(BIN)/python -m belady.gpu_doc
 	$(BIN)/belady diff resnet50 --budget 0.9 --budget 0.8 --budget 0.7 --budget 0.6 --budget 0.5 --heuristic demand --heuristic dtr --plot docs/demo.png
 
 clean:

@@ -66,7 +66,8 @@ def plan(
                   "measured" (every distinct op timed on the device, with what it allocates beside its outputs), or "auto":
                   measured on CUDA, where workspace counts, else roofline
     gap           stop when (time - bound) / time is at most this
-    time_limit_s  stop after this long with the best found so far
+    time_limit_s  stop after this long with the best found so far; where a step's plan must be made to fit its two halves
+                  (``Plan.module``), up to half as long again
     start         a schedule to start from, say the one of an online run
     progress      called while solving (see the method; default: a line on a terminal, with plan, bound and gap so far)
     options       further options of the method
@@ -128,7 +129,13 @@ def plan_halves(
 
 
 def solve(graph: Graph, budget_bytes: int, *, method: str = METHOD, **options: object) -> Plan:
-    """Run one method on a graph and return its Plan whatever its status. Raises InputError for unknown names and options."""
+    """Run one method on a graph and return its Plan whatever its status.
+
+    budget_bytes  whole bytes; shares and units are for ``plan``
+    options       the method's own, with its own defaults (``cutting_stages`` ends within a gap of 0.001)
+
+    Raises InputError for unknown names and options.
+    """
     check_graph(graph, "solve")
     if isinstance(budget_bytes, bool) or not isinstance(budget_bytes, Integral) or budget_bytes < 0:
         raise InputError(f"solve takes a budget in whole bytes, not {budget_bytes!r}; shares and units are for plan")

@@ -98,7 +98,9 @@ def parser() -> argparse.ArgumentParser:
     _json(command)
 
     command = _command(
-        commands, "sweep", "all graphs under all budgets with all methods and rules, in parallel; may be interrupted"
+        commands,
+        "sweep",
+        "all graphs under all budgets with all methods and rules that are named, in parallel; may be interrupted",
     )
     _target(command, several=True)
     command.add_argument(
@@ -147,7 +149,7 @@ def _target(command: argparse.ArgumentParser, *, several: bool = False, plans: b
         metavar="WORKLOAD",
         nargs="+" if several else None,
         help="name (see belady workloads), which may have sizes (gpt2-depth24-seq64), path.py:function, or a graph file (.json, "
-        ".log, .log.gz)" + ", or a saved plan (.json)" * plans,
+        ".log, both also .gz)" + ", or a saved plan (.json)" * plans,
     )
     group = command.add_argument_group("the training step")
     group.add_argument("--batch", type=int, help="batch size")
@@ -160,7 +162,7 @@ def _target(command: argparse.ArgumentParser, *, several: bool = False, plans: b
         "--costs",
         choices=COSTS,
         help="op times: roofline (modelled), measured (each distinct op timed, with its workspace; remembered "
-        "in ~/.cache/belady or the folder BELADY_CACHE) or auto (default): "
+        "in ~/.cache/belady or the folders that XDG_CACHE_HOME or BELADY_CACHE name) or auto (default): "
         "measured on CUDA, else roofline",
     )
 
@@ -231,12 +233,24 @@ def _solver(command: argparse.ArgumentParser, *, several: bool = False) -> None:
     group.add_argument(
         "--gap", type=float, default=0.005, help="stop when proved within this share of the optimum (default: 0.005)"
     )
-    group.add_argument("--time-limit", type=_seconds, default=60.0, metavar="S", help="seconds for each budget (default: 60)")
+    group.add_argument(
+        "--time-limit",
+        type=_seconds,
+        default=60.0,
+        metavar="S",
+        help="seconds for each budget (default: 60); up to half as long again where a step's plan must be made to fit its "
+        "two halves",
+    )
     _seed(group)
 
 
 def _seed(command: argparse._ActionsContainer) -> None:
-    command.add_argument("--seed", type=int, default=0, help="seed of everything random (default: 0)")
+    command.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        help="seed of searches, random rules and draws in an executed step (default: 0); weights and inputs are the same for all",
+    )
 
 
 def _file(command: argparse.ArgumentParser, option: str, help_text: str) -> None:

@@ -109,7 +109,7 @@ def _mean(at: dict[float, dict[str, Any]], key: str, form: str) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the rows or print the table; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", default="benchmarks/coop.jsonl", help="rows are added to this file")
+    parser.add_argument("--out", default="benchmarks/coop.jsonl", help="rows are added to this file (default: %(default)s)")
     parser.add_argument("--only", action="append", default=[], choices=WORKLOADS, help="one workload; several times")
     parser.add_argument("--table", action="store_true", help="print the table of the rows that are there")
     arguments = parser.parse_args(argv)

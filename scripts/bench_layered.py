@@ -52,7 +52,7 @@ def row_of(graph: Graph, share: float, order: str, *, time_limit_s: float) -> Ro
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the rows; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", default="benchmarks/layered.jsonl", help="rows are added to this file")
+    parser.add_argument("--out", default="benchmarks/layered.jsonl", help="rows are added to this file (default: %(default)s)")
     parser.add_argument("--kind", action="append", choices=KINDS, help="one kind of graph; several times")
     parser.add_argument("--order", action="append", choices=ORDERS, help="one of both; several times")
     parser.add_argument("--share", type=float, action="append", choices=SHARES, help="one budget; several times")

@@ -285,14 +285,16 @@ def _line(row: Row) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the rows; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", default="benchmarks/methods.jsonl", help="rows are added to this file")
+    parser.add_argument("--out", default="benchmarks/methods.jsonl", help="rows are added to this file (default: %(default)s)")
     parser.add_argument("--data", default=os.environ.get("BELADY_DATA"), help="folder of the published instances")
     parser.add_argument("--graph", action="append", default=[], metavar="NAME", help="one graph; several times (default: all)")
     parser.add_argument("--method", action="append", default=[], metavar="NAME", help="likewise a method or online:RULE")
     parser.add_argument("--again", action="append", default=[], metavar="NAME", help="a method to run although it has rows")
     parser.add_argument("--seeds", type=int, default=1, metavar="N", help="random layered graphs of each size (default: 1)")
     parser.add_argument("--large", action="store_true", help="captured steps at the published sizes")
-    parser.add_argument("--gap", type=float, default=0.001)
+    parser.add_argument(
+        "--gap", type=float, default=0.001, help="stop when proved within this share of the optimum (default: 0.001)"
+    )
     parser.add_argument("--time-limit", type=float, default=30.0, metavar="S", help="of each cell (default: 30)")
     parser.add_argument("--memory-gib", type=float, default=GUARD_BYTES / 2**30, help="a cell may take (default: 6)")
     parser.add_argument("--seed", type=int, default=0, help="of the methods")

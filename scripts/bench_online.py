@@ -74,13 +74,15 @@ def _row(graph: Graph, cell: Cell, wall_limit_s: float) -> Row:
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the rows; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", default="benchmarks/online.jsonl", help="rows are added to this file")
+    parser.add_argument("--out", default="benchmarks/online.jsonl", help="rows are added to this file (default: %(default)s)")
     parser.add_argument("--data", default=os.environ.get("BELADY_DATA"), help="folder of the operator logs")
     parser.add_argument("--graph", action="append", default=[], metavar="NAME", help="one graph; several times (default: all)")
     parser.add_argument("--rule", action="append", default=[], metavar="NAME", help="likewise an online rule; none")
     parser.add_argument("--method", action="append", default=[], metavar="NAME", help=f"a planner; none (default: {PLANNER})")
     parser.add_argument("--again", action="append", default=[], metavar="NAME", help="a method to run although it has rows")
-    parser.add_argument("--gap", type=float, default=0.001)
+    parser.add_argument(
+        "--gap", type=float, default=0.001, help="stop when proved within this share of the optimum (default: 0.001)"
+    )
     parser.add_argument("--time-limit", type=float, default=10.0, metavar="S", help="of the planner, a budget (default: 10)")
     arguments = parser.parse_args(argv)
 

@@ -23,7 +23,7 @@ SHARES = (0.8, 0.6, 0.5, 0.4, 0.3, 0.2)
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the rows; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", default="benchmarks/others.jsonl", help="rows are added to this file")
+    parser.add_argument("--out", default="benchmarks/others.jsonl", help="rows are added to this file (default: %(default)s)")
     parser.add_argument("--only", action="append", choices=list(OTHERS), help="one network; several times")
     parser.add_argument(
         "--time-limit", type=float, default=STEP_LIMIT_S, metavar="S", help="for each budget (default: %(default)g)"

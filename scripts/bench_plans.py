@@ -106,7 +106,7 @@ def solve_all(path: str, wanted: Iterable[Case], time_limit_s: float | None = No
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the rows; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", default="benchmarks/plans.jsonl", help="rows are added to this file")
+    parser.add_argument("--out", default="benchmarks/plans.jsonl", help="rows are added to this file (default: %(default)s)")
     parser.add_argument("--data", default=os.environ.get("BELADY_DATA"), help="folder of the published instances")
     parser.add_argument("--only", action="append", default=[], metavar="NAME", help="one workload or instance; several times")
     parser.add_argument("--time-limit", type=float, metavar="S", help="for each budget (default: 19 to 114, by graph)")

@@ -10,7 +10,8 @@ On CUDA the allocator gets expandable segments, unless PYTORCH_ALLOC_CONF says o
 come with up to 1 MiB that nobody asked for, which no plan can foresee.
 
 The solver may run elsewhere: ``--make-graphs DIR`` on the machine with the GPU writes the graphs with the op times measured
-there, ``--make-plans DIR`` anywhere solves them, and ``--plans DIR`` takes these plans, so that no solver is needed.
+there, ``--make-plans DIR`` anywhere solves them, and ``--plans DIR`` takes these plans, so that no solver is needed but for
+plans of as many bytes as a rival takes (``optimum=...``).
 """
 
 from __future__ import annotations
@@ -722,7 +723,7 @@ def _main(arguments: argparse.Namespace, console: Console) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="gpu_check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--out", default="benchmarks/gpu.jsonl", help="rows are added to this file")
+    add("--out", default="benchmarks/gpu.jsonl", help="rows are added to this file (default: %(default)s)")
     add("--seconds", type=float, default=510.0, help="for everything (default: %(default)g)")
     add("--only", action="append", choices=list(LARGE), help="one workload; several times")
     add("--method", action="append", choices=METHODS, help="one method, beside plain PyTorch; several times")
