@@ -17,8 +17,13 @@ What a plan for a captured graph cannot know:
   by each of them or, where no schedule of one is known to need so little, is the least that this one can have; a warning says
   so. Bytes are met by all or refused.
 * What the model returns counts until the backward is done, whether the caller keeps it or not.
-* Buffers and inputs may change between forward and backward: what eager execution would not read any more then, but the plan
-  does, is copied, and counts. Parameters may not; a step in between raises what autograd raises.
+* Buffers, inputs and what the graph returns (to the caller, or to the graph behind a break) may change between forward and
+  backward: what eager execution would not read any more then, but the plan does, is copied, and counts. Parameters may not,
+  frozen ones among them; a step in between raises what autograd raises, which does not see what is written through ``.data``.
+* A backward with ``retain_graph=True`` drops nothing that was saved for it, and each forward before one backward saves its own:
+  that is outside of the budget.
+* From its ninth variant of one function on (``torch._dynamo.config.recompile_limit``), Dynamo runs it as it is, without a plan:
+  other shapes, other numbers. ``torch._dynamo.config.fail_on_recompile_limit_hit`` makes that an error.
 * Gradients of earlier steps (gradient accumulation) and the optimizer's state are outside, as for every plan.
 * Outputs that nobody uses get gradients of zeros (AOTAutograd), and so do parameters that only those depend on, where eager
   execution leaves None.
@@ -65,7 +70,7 @@ from planner.execution.draws import generator_state_like
 from planner.execution.halves import first_late, late_ops, needed_from_before, not_made
 from planner.execution.lowering import Code, placeholders
 from planner.live import shown
-from planner.plan import plan_halves, with_costs
+from planner.plan import METHOD, checked_method, plan_halves, with_costs
 from planner.result import Plan
 from planner.schedule import Free, Schedule, computes, keep_all
 from planner.simulate import simulate
@@ -102,6 +107,8 @@ def belady(module: fx.GraphModule, examples: Sequence[Any], *, options: Mapping[
     budget = options.pop("budget")
     fused = _is_fused(options.pop("kernels", "eager"))
     of_inductor = {name: options.pop(name) for name in inductor_options() & options.keys()} if fused else {}
+    is_share(budget)  # what cannot be used is refused in a graph without backward, too
+    checked_method(options.get("method", METHOD), {name: options[name] for name in options.keys() - {"costs", "method"}})
 
     def partition(joint: fx.GraphModule, forward_outputs: int) -> tuple[fx.GraphModule, fx.GraphModule]:
         return _partition(joint, forward_outputs, budget, options, examples, fused=fused)
@@ -145,7 +152,7 @@ class _Joint:
               themselves
     tangents  placeholders of the gradients the backward is given
     primals   the other placeholders
-    copied    Values of primals that the backward, where it reads them, takes from a copy
+    copied    Values of primals and of what the forward returns that the backward, where it reads them, takes from a copy
     """
 
     step: Step
@@ -163,7 +170,8 @@ class _Joint:
         """Bytes of the copies that these ops of the backward read."""
         graph = self.step.graph
         read = {v for op in ops for v in graph.ops[op].inputs} & self.copied
-        return sum(graph.values[v].size_bytes for v in self.values(self.primals) if v in read)
+        given = self.values(self.primals)
+        return sum(graph.values[v].size_bytes for v in (*given, *read.difference(given)) if v in read)
 
 
 def _partition(
@@ -216,11 +224,11 @@ def _drawn_once(step: Step) -> Step:
 
 
 def _copied(joint: _Joint, changed: list[fx.Node], parameters: list[fx.Node]) -> frozenset[int]:
-    """Values of primals that may have other content by the time the backward runs, with nothing wrong about that.
+    """Values that may have other content by the time the backward runs, with nothing wrong about that.
 
     Those are the ones the forward itself changes, and others that the backward reads only to compute again: eager execution
-    does not look at them any more, so buffers and inputs may be written to. Parameters are not: an optimizer changes them after
-    the backward, and copies of them would be dear.
+    does not look at them any more, so buffers, inputs and what is returned may be written to. Parameters are not: an optimizer
+    changes them after the backward, and copies of them would be dear.
     """
     graph = joint.step.graph
     schedule = keep_all(graph)
@@ -233,7 +241,8 @@ def _copied(joint: _Joint, changed: list[fx.Node], parameters: list[fx.Node]) ->
             f"has no words for; write to it in only one of them, or keep it out of what is compiled"
         )
     kept = read | written | set(joint.values(parameters))
-    return frozenset(set(joint.values(joint.primals)) - kept).union(joint.values(changed))
+    seen = {*joint.values(joint.primals), *joint.values(joint.forward)}
+    return frozenset(seen - kept).union(joint.values(changed))
 
 
 def _keep_all_bytes(step: Step) -> int:
@@ -264,13 +273,18 @@ def _planned(joint: _Joint, budget: int | float | str, options: Mapping[str, Any
     structure = graph.fingerprint(), tuple(op.backward for op in graph.ops), joint.copied
     places = tuple(tuple(joint.values(nodes)) for nodes in (joint.forward, joint.primals, joint.tangents))
     key = (*structure, *places, repr(budget), repr(sorted(options.items())))
-    if key in _known:
-        return _known[key]
-    found = _found(joint, budget, options)
+    found = _known.get(key) or _found(joint, budget, options)
     if found.plan.notes.get("stopped") != "interrupted":
-        while len(_known) >= _REMEMBERED:
+        while len(_known) >= _REMEMBERED and key not in _known:
             del _known[next(iter(_known))]
         _known[key] = found
+    whole_bytes = _keep_all_bytes(joint.step)
+    if found.budget_bytes > resolve_budget(budget, whole_bytes):
+        log.warning(
+            "a graph of %d ops is planned for %s bytes, the fewest that are known to work (%.3g of what keeping all takes), "
+            "not for the share of %s; a budget in bytes would be refused",
+            len(graph.ops), f"{found.budget_bytes:,}", found.budget_bytes / whole_bytes, budget,
+        )  # fmt: skip
     return found
 
 
@@ -281,23 +295,15 @@ _known: dict[tuple[Any, ...], _Planned] = {}
 def _found(joint: _Joint, budget: int | float | str, options: Mapping[str, Any]) -> _Planned:
     """What ``_fitting`` finds in the budget or, where that is a share it finds nothing in, in the fewest bytes known to work."""
     whole_bytes = _keep_all_bytes(joint.step)
-    budget_bytes = asked = resolve_budget(budget, whole_bytes)
+    budget_bytes = resolve_budget(budget, whole_bytes)
     while True:
         try:
-            found = _fitting(joint, budget_bytes, options)
+            return _fitting(joint, budget_bytes, options)
         except (InfeasibleBudget, NoScheduleFound) as error:
             works_bytes = error.works_bytes
             if not is_share(budget) or works_bytes is None or works_bytes <= budget_bytes:
                 raise
             budget_bytes = works_bytes
-            continue
-        if budget_bytes > asked:
-            log.warning(
-                "a graph of %d ops is planned for %s bytes, the fewest that are known to work (%.3g of what keeping all takes), "
-                "not for the share of %s; a budget in bytes would be refused",
-                len(joint.step.graph.ops), f"{budget_bytes:,}", budget_bytes / whole_bytes, budget,
-            )  # fmt: skip
-        return found
 
 
 def _fitting(joint: _Joint, budget_bytes: int, options: Mapping[str, Any]) -> _Planned:
