@@ -38,6 +38,7 @@ from graphs.tracing.inputs import (
     plain,
     splitter,
 )
+from graphs.tracing.memoryless import as_on_cpu, is_on_meta, runs
 from graphs.tracing.refusals import written_late
 from graphs.tracing.trace import trace
 from graphs.watching.fingerprint import Fingerprint
@@ -110,9 +111,18 @@ class Step:
 
     def eager(self, inputs: Inputs) -> Tensor:
         """The loss as plain PyTorch computes it, ready for ``backward()``: what every executor is held against."""
+        self.check_runs()
         with contextlib.nullcontext() if self.autocast is None else torch.autocast(self.device.type, dtype=self.autocast):
             loss: Tensor = self.body(plain(inputs))
         return loss
+
+    def check_runs(self) -> None:
+        """Raises InputError where the model has no data, as on the meta device."""
+        if not self._runs:
+            raise InputError(
+                f"the step of {self.graph.name} was captured from a model without data (on the meta device, or of fake tensors): "
+                f"it can be planned, but not run; capture the model again where it has its weights"
+            )
 
     def __reduce_ex__(self, protocol: object) -> Any:
         raise InputError(
@@ -155,6 +165,10 @@ class Step:
         return {**dict(self.model.named_buffers()), **changed}
 
     @functools.cached_property
+    def _runs(self) -> bool:
+        return runs(self.model)
+
+    @functools.cached_property
     def _bases(self) -> frozenset[fx.Node]:
         made = {node for op in range(len(self.calls)) for node in self.made_by(op).values()}
         return frozenset(made.union(self.module.graph.find_nodes(op="placeholder")))
@@ -189,7 +203,8 @@ def capture(
               ``loss(output, *targets)``: as many targets as it requires beside the output are the last positional inputs
               (for a dict: the entries of those names) and are not given to the model
     name      of the graph; the model's class by default
-    device    where the model and the inputs are expected to be; by default where the model is
+    device    where the model and the inputs are expected to be; by default where the model is. A model on the meta device is
+              captured as if it (a copy of it) and inputs on that device were on the CPU: its step can be planned, but not run
     autocast  dtype of an autocast region around model and loss; by default the one active around this call, if any
     gradient_hooks  allow hooks of parameters: no part of the step, they are called by autograd where it runs the step
 
@@ -211,6 +226,8 @@ def capture(
     if (why := refusal_to_capture()) is not None:
         raise CaptureError(f"{type(model).__name__} cannot be captured here: {why}")
     name = type(model).__name__ if name is None else name
+    if is_on_meta(model):
+        model, loss, inputs = as_on_cpu(model, loss, inputs, device)
     state = state_of(model, loss, gradient_hooks=gradient_hooks)
     where = device_of(model, state, device)
     given = plain(own_example(model, with_labels=loss is None) if inputs is None else inputs)
@@ -330,6 +347,7 @@ def bind(step: Step, inputs: Inputs, tangent: Tensor | None = None, *, detached:
     then, something in the memory of a buffer that changes, and what ``step.fingerprint`` notices: modules replaced or switched
     between training and evaluation, hooks, attributes, numbers that loss and forward take from elsewhere.
     """
+    step.check_runs()
     leaves = leaves_like(step.form, inputs)
     step.fingerprint.check()
     return step._binding.of(leaves, tangent, detached=detached)

@@ -48,6 +48,7 @@ def build(
 
     name    one of ``graphs.collection.WORKLOADS``, which may have sizes ("gpt2-depth96-seq512")
     batch, seq, depth, size, vocab  see ``Workload.sizes`` there; None: its default
+    device  "meta" takes no memory: its step can be planned, as on the CPU
     seed    of weights and inputs; they are drawn on the CPU, so that they are the same on every device. The global generators
             are as before afterwards
 
@@ -55,7 +56,7 @@ def build(
     """
     plain, sizes = chosen(name, batch=batch, seq=seq, depth=depth, size=size, vocab=vocab)
     where = _device(device)
-    with _seeded(seed):
+    with _seeded(seed), where if where.type == "meta" else contextlib.nullcontext():
         model, inputs, loss = _BUILDERS[plain](**sizes)
     return model.train().to(where), _moved(inputs, where), loss
 

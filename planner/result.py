@@ -172,6 +172,7 @@ class Plan:
             raise InputError(f"the plan for {self.graph.name} has no captured model behind it, so there is nothing to train")
         if self.schedule is None:
             raise InputError(f"no schedule was found for {self.graph.name} in {self.budget_bytes:,} bytes: nothing to run")
+        self.step.check_runs()
         try:
             return self._module(self.step, self.schedule, cuda_graph=cuda_graph, replan=replan)
         except (BudgetExceeded, InvalidSchedule) as error:

@@ -60,7 +60,8 @@ class Loaded:
         from graphs.workloads import load_workload
 
         try:
-            model, self.inputs, loss = load_workload(name, device=arguments.device, **sizes)
+            device = "meta" if _is_only_planned(arguments) else arguments.device
+            model, self.inputs, loss = load_workload(name, device=device, **sizes)
         except SystemExit as error:  # raised by the user's function
             raise InputError(f"{name} called sys.exit({error.code!r})") from error
         except (MemoryError, RuntimeError) as error:  # torch's allocator raises the latter
@@ -85,6 +86,14 @@ class Loaded:
         if self.step is None:
             raise InputError(f"{self.graph.name} is a graph without a model behind it: it can be planned, but not executed")
         return self.step
+
+
+def _is_only_planned(arguments: argparse.Namespace) -> bool:
+    """Whether no op will run, so that one of our own workloads needs no weights. A GPU's kernels are known only on it."""
+    import torch
+
+    runs = getattr(arguments, "execute", False) or arguments.costs == "measured" or is_own(arguments.workload)
+    return not runs and (arguments.device == "cpu" or (arguments.device is None and not torch.cuda.is_available()))
 
 
 def graphs_of(arguments: argparse.Namespace, status: Callable[[str], None]) -> Iterator[Graph]:

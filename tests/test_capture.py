@@ -1146,10 +1146,6 @@ def with_hook() -> nn.Module:
     return model
 
 
-def on_two_devices() -> nn.Module:
-    return nn.Sequential(linear(), linear().to("meta"))
-
-
 def grown(model, x):
     model.moving = torch.cat([model.moving, x[0]])
     return square(model.linear(x))
@@ -1868,8 +1864,6 @@ REFUSED: dict[str, tuple[Callable[[], Step], str]] = {
     ),
     "shape from data": (lambda: capture(Lambda(lambda m, x: m.linear(x)[x > 0].sum()), x8), "branches on data"),
     "frozen": (lambda: capture(linear().requires_grad_(False), x8, loss=square), "no parameter of Linear requires a gradient"),
-    "meta": (lambda: capture(linear().to("meta"), x8, loss=square), "weight is on the meta device"),
-    "two devices": (lambda: capture(on_two_devices(), x8, loss=square), "1.weight is on the meta device"),
     "no such device": (lambda: capture(linear(), x8, loss=square, device="banana"), "there is no device 'banana'"),
     "input elsewhere": (lambda: capture(linear(), x8.to("meta"), loss=square), "inputs is on the meta device"),
     "input wants gradient": (lambda: capture(linear(), x8.clone().requires_grad_(), loss=square), "inputs requires a gradient"),

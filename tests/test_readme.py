@@ -5,6 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+import torch
+from torch import nn
+
+from planner import plan
+
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
 
@@ -32,6 +38,12 @@ def test_the_example_runs_and_ends_in_a_number(tmp_path: Path) -> None:
     match = re.fullmatch(r"(\d+\.\d+)% more time for 40% less memory", done.stdout.strip().splitlines()[-1])
     assert match is not None, done.stdout
     assert 0 < float(match[1]) < 50
+
+
+def test_a_model_that_no_machine_holds_is_planned_for(capsys: pytest.CaptureFixture[str]) -> None:
+    batch = torch.randn(2048, 256), torch.randint(0, 10, (2048,))
+    exec(example("from graphs.capture import capture"), {"torch": torch, "nn": nn, "plan": plan, "batch": batch})
+    assert re.search(r"in 128,849,018,880 bytes, OPTIMAL .* overhead \d+\.\d\d%", capsys.readouterr().out)
 
 
 def test_the_results_are_drawn_from_committed_rows() -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 
@@ -38,6 +38,25 @@ def stand_in(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
     """A tensor of the mode, laid out the same, with memory of its own: made without an operator, which would take far longer."""
     inner = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
     return FakeTensor(mode, inner, tensor.device)
+
+
+def has_memory(tensor: Tensor) -> bool:
+    """Whether there is data behind it."""
+    return not (on_meta(tensor) or isinstance(tensor, FakeTensor))
+
+
+def on_meta(tensor: Tensor) -> bool:
+    """Whether it is on the meta device, which a fake tensor says of itself only where that is what it stands for."""
+    return tensor.device.type == "meta"
+
+
+def of_the_cpu(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
+    """A tensor of the mode that stands for one on the CPU, for a tensor on the meta device; those that share their memory there
+    do so here. A parameter stays one."""
+    fake: Any = FakeTensor(mode, tensor.detach(), torch.device("cpu"))
+    if isinstance(tensor, nn.Parameter):
+        fake._is_param = True
+    return cast(Tensor, fake.requires_grad_(tensor.requires_grad))
 
 
 class Given:

@@ -2,6 +2,7 @@
 
 inputs     the forms of inputs, and which of them go to the loss
 body       model and loss as they are traced
+memoryless a model on the meta device as if it were on the CPU
 trace      the trace itself, in several attempts
 constants  what a model may branch on, since it depends on no input
 answers    what a model is told that asks its data, and the check that a run would be told the same

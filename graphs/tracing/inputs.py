@@ -163,7 +163,9 @@ def check_tensor(label: str, tensor: Tensor) -> None:
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested or is_traceable_wrapper_subclass(tensor):
         raise CaptureError(f"{label} is a nested, sparse, quantized or wrapped tensor; only plain dense ones can be captured")
     if tensor.device.type == "meta":
-        raise CaptureError(f"{label} is on the meta device, which has no kernels to plan for; move it to cpu or cuda")
+        raise CaptureError(
+            f"{label} is on the meta device, and the model is not; put the model there too, or {label} where it is"
+        )
     if tensor.device.type not in ("cpu", "cuda"):
         raise CaptureError(f"{label} is on {tensor.device}; only cpu and cuda are supported")
 
