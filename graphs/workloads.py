@@ -26,6 +26,7 @@ from graphs.collection import asked_for, chosen, is_own
 from graphs.errors import InputError, quoted
 from graphs.files import check_readable
 from graphs.torch_private.names import tree_map_only
+from graphs.tracing.memoryless import is_on_meta
 from graphs.tracing.refusals import told
 
 Built = tuple[nn.Module, Any, Callable[..., Tensor] | None]
@@ -75,7 +76,8 @@ def load_workload(
     """A workload of the collection (``"resnet50"``), or a user's own (``"path.py:function"``).
 
     The function returns ``(model, inputs)``, where the model returns its loss, or ``(model, inputs, loss)``. It is called with
-    the sizes that are given, and with ``device`` where it has such a parameter; model and inputs are then moved to the device.
+    the sizes that are given, and with ``device`` where it has such a parameter; model and inputs are then moved to the device,
+    unless the model is on the meta device.
     The model stays in the mode (training or evaluation) in which it is returned.
 
     device  None: cuda where there is one, else cpu
@@ -96,7 +98,7 @@ def load_workload(
             raise InputError(f"{path} has no function {called}")
         built = _called(name, function, asked, where)
     model, inputs, loss = built if len(built) == 3 else (*built, None)
-    return model.to(where), _moved(inputs, where), loss
+    return (model, inputs, loss) if is_on_meta(model) else (model.to(where), _moved(inputs, where), loss)
 
 
 def _device(device: torch.device | str | None) -> torch.device:

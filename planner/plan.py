@@ -11,6 +11,7 @@ from itertools import islice
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
+from graphs.devices import DEVICES
 from graphs.errors import InfeasibleBudget, InputError, NoScheduleFound, a_kind
 from graphs.ir import Graph, check_graph
 from planner.bounds import least_bytes
@@ -63,8 +64,9 @@ def plan(
     budget        bytes (int, "6GiB") or a share of the keep-all peak (float in (0, 1]); counts everything the step holds
     inputs, loss  see ``graphs.capture.capture``; as the device and autocast only for a module
     costs         for a module, or a Step that has none yet (``capture`` gives none): "roofline" (modelled; needs no device),
-                  "measured" (every distinct op timed on the device, with what it allocates beside its outputs), or "auto":
-                  measured on CUDA, where workspace counts, else roofline
+                  "measured" (every distinct op timed on the device, with what it allocates beside its outputs), "auto":
+                  measured on CUDA, where workspace counts, else roofline; or the name of a device ("h100",
+                  ``graphs.devices.DEVICES``) for its roofline
     gap           stop when (time - bound) / time is at most this
     time_limit_s  stop after this long with the best found so far; where a step's plan must be made to fit its two halves
                   (``Plan.module``), up to half as long again
@@ -395,21 +397,21 @@ def with_costs(step: Step, costs: str, *, progress: Callable[[int, int], None] |
     """The step with its ops priced for the device it is on.
 
     costs     "roofline": modelled from FLOPs and bytes; "measured": every distinct op timed there, once (cached on disk), and
-              its workspace measured; "auto": measured on CUDA, else roofline
+              its workspace measured; "auto": measured on CUDA, else roofline; the roofline of a device: its name
     progress  called with how many ops are timed and how many there are (default: a bar on a terminal)
     """
     _check_costs(costs)
     if costs == "auto":
         costs = "measured" if step.device.type == "cuda" else "roofline"
-    if costs == "roofline":
+    if costs == "roofline" or costs in DEVICES:
         from graphs.costs import roofline
 
-        return roofline(step)
+        return roofline(step, costs) if costs in DEVICES else roofline(step)
     from graphs.profile import measured
 
     return measured(step, progress=progress)
 
 
 def _check_costs(costs: str) -> None:
-    if costs not in COSTS:
-        raise InputError(f"unknown costs {costs!r}; there are: {', '.join(COSTS)}")
+    if costs not in COSTS and costs not in DEVICES:
+        raise InputError(f"unknown costs {costs!r}; there are: {', '.join(COSTS)}, and the devices {', '.join(DEVICES)}")

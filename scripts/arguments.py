@@ -6,6 +6,7 @@ import argparse
 import os
 from typing import Any
 
+from graphs.devices import DEVICES
 from graphs.errors import InputError, quoted
 from graphs.files import check_writable, descriptor_of
 from online.heuristics import ADDRESS_HEURISTICS, DEFAULT_RULE, HEURISTICS
@@ -160,10 +161,11 @@ def _target(command: argparse.ArgumentParser, *, several: bool = False, plans: b
     group.add_argument("--device", default=None, help="cpu or cuda (default: cuda where there is one)")
     group.add_argument(
         "--costs",
-        choices=COSTS,
+        choices=(*COSTS, *DEVICES),
+        metavar="COSTS",
         help="op times: roofline (modelled), measured (each distinct op timed, with its workspace; remembered "
         "in ~/.cache/belady or the folders that XDG_CACHE_HOME or BELADY_CACHE name) or auto (default): "
-        "measured on CUDA, else roofline",
+        f"measured on CUDA, else roofline; or modelled for another device: {', '.join(DEVICES)}",
     )
 
 

@@ -68,6 +68,8 @@ class Loaded:
             raise InputError(f"{name} cannot be built: {str(error).strip().partition(chr(10))[0] or 'out of memory'}") from error
         status(f"capturing {name}")
         step = capture(model, self.inputs, loss=loss, name=step_name(Path(name).stem if ":" in name else name, sizes))
+        if getattr(arguments, "execute", False):
+            step.check_runs()
         if arguments.costs is None and getattr(arguments, "plan", None):
             self.step, self.graph = step, step.graph  # with a saved plan come the costs that it was made with
             return

@@ -731,7 +731,11 @@ def test_a_users_function_that_ends_or_bursts(
 
 
 def test_a_workload_too_large_for_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["info", "mlp", "--batch", str(10**13), "--device", "cpu"]) == 2
+    """Only what is to run needs its memory."""
+    large = ["mlp", "--batch", str(10**12), "--device", "cpu"]
+    assert main(["info", *large, "--json", "-"]) == 0
+    assert json.loads(capsys.readouterr().out)["keep_all_peak_bytes"] > 10**15
+    assert main(["plan", *large, "--budget", "1.0", "--execute"]) == 2
     error = capsys.readouterr().err
     assert error.startswith("belady: mlp cannot be built: ") and error.count("\n") == 1
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from pathlib import Path
 from typing import Any
@@ -117,7 +118,7 @@ def test_a_loss_with_weights_and_a_part_with_memory() -> None:
 
 def test_what_cannot_be_is_said() -> None:
     model = on_meta()
-    with pytest.raises(CaptureError, match=r"as the CPU runs it, not cuda; .*roofline\(step, name\)"):
+    with pytest.raises(CaptureError, match=r"as the CPU runs it, not cuda; .*costs="):
         capture(model, BATCH, loss=nn.CrossEntropyLoss(), device="cuda")
     model.lock = threading.Lock()
     with pytest.raises(CaptureError, match=r"is on the meta device, and cannot be copied to be captured: .*lock"):
@@ -166,3 +167,24 @@ def test_the_command_builds_no_weights_where_nothing_runs(
     monkeypatch.setenv("BELADY_CACHE", str(tmp_path))
     assert main([*command.split(), "--batch", "64", "--depth", "3"]) == 0
     assert built == [device]
+
+
+def test_a_users_own_model_may_be_on_meta(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "own.py").write_text(
+        "import torch\nfrom torch import nn\n"
+        "def make(depth=4):\n"
+        "    with torch.device('meta'):\n"
+        "        model = nn.Sequential(*(nn.Sequential(nn.Linear(4096, 4096), nn.ReLU()) for _ in range(depth)))\n"
+        "        x = torch.empty(1 << 16, 4096)\n"
+        "    return model, x, lambda out: out.square().mean()\n"
+    )
+    own = f"{tmp_path}/own.py:make"
+    assert main(["plan", own, "--depth", "12", "--budget", "0.7", "--costs", "h100", "--json", "-"]) == 0
+    (row,) = map(json.loads, capsys.readouterr().out.splitlines())
+    assert row["device"] == "H100" and row["costs"] == "roofline" and 0 < row["overhead"] < 1
+    assert row["budget_bytes"] > 10 << 30
+    assert main(["plan", own, "--budget", "0.7", "--execute"]) == 2
+    assert "captured from a model without data" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["plan", own, "--budget", "0.7", "--costs", "pocket"])
+    assert "h100" in capsys.readouterr().err

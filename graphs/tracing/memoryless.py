@@ -36,7 +36,7 @@ def as_on_cpu(
     if device is not None and str(device) != "cpu":
         raise CaptureError(
             f"{type(model).__name__} is on the meta device, for which a step is captured as the CPU runs it, not {device}; "
-            f"op times of a GPU can be modelled: graphs.costs.roofline(step, name)"
+            'op times of a GPU can be modelled: costs="h100"'
         )
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     who = type(model).__name__
