@@ -46,6 +46,8 @@ RULES = {
     "Coop - partitioning, exact e*": "coop_e_star+arena",
 }
 
+ENTRIES = ("graph", "label", "share", "smallest", "overhead", "run_status")  # of every row
+
 
 def row_of(done: Run, label: str, share: float, *, smallest: bool) -> dict[str, Any]:
     """The usual row, with what the run did to the address space and what its searches cost."""
@@ -113,12 +115,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", action="append", default=[], choices=WORKLOADS, help="one workload; several times")
     parser.add_argument("--table", action="store_true", help="print the table of the rows that are there")
     arguments = parser.parse_args(argv)
-    if arguments.table:
-        print(table(read_rows(arguments.out)))
-        return 0
 
     def work() -> int:
-        with closing(RowFile(arguments.out)) as file:
+        if arguments.table:
+            print(table(read_rows(arguments.out, ENTRIES)))
+            return 0
+        with closing(RowFile(arguments.out, ENTRIES)) as file:
             made = {(row["graph"], row["label"]) for row in file.rows}
             for name in arguments.only or WORKLOADS:
                 missing = [label for label in RULES if (name, label) not in made]

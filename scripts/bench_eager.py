@@ -34,7 +34,7 @@ from online.runtime import Run, run
 from planner.execute import PlannedModule, PlannedStep
 from planner.schedule import Compute, Schedule, keep_all
 
-from .steps import bench_models
+from .bench_whole import bench_models
 
 REPEATS = 9
 SHARES = (None, 1.0, 0.9, 0.8, 0.7, 0.6, 0.5)

@@ -18,7 +18,8 @@ from planner.frontier import plans
 from planner.result import Plan
 
 from .bench_least import least_of
-from .steps import bench_workloads
+from .bench_whole import bench_workloads
+from .rows import finished
 from .sweep import Row
 
 WORKLOADS = ("vgg16", "gpt2")
@@ -37,11 +38,12 @@ def rows_of(
     shown = Progress(disable=True) if progress is None else progress
     task = shown.add_task(graph.name, total=len(budgets))
 
-    def done(_: Plan) -> None:
+    def done(plan: Plan) -> None:
+        finished(plan)
         shown.advance(task)
 
     for plan in plans(graph, budgets, gap=GAP, time_limit_s=time_limit_s, done=done):
-        yield {**plan.row(), "ops": len(graph.ops)}
+        yield {**finished(plan).row(), "ops": len(graph.ops)}
     yield least
 
 

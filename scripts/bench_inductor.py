@@ -24,8 +24,9 @@ from graphs.errors import InfeasibleBudget, NoScheduleFound
 from graphs.torch_private.partitioned import activation_memory_budget
 
 from .bench_eager import CASES, Chain
+from .bench_whole import bench_models
 from .gpu_rivals import Bench, Trial
-from .steps import bench_models
+from .output import heeded
 
 RATIOS = (1.0, 0.5, 0.25, 0.1, 0.05)
 SHARES = (0.9, 0.7, 0.5, 0.4, 0.3)
@@ -82,7 +83,8 @@ def rows(name: str) -> list[dict[str, Any]]:
         }
         print(f"  {method} {share}", file=sys.stderr, flush=True)
         try:
-            trial = run()
+            with heeded():
+                trial = run()
         except Exception as error:
             inner = getattr(error, "inner_exception", error)  # the compiler wraps what a backend raises
             if not isinstance(inner, InfeasibleBudget | NoScheduleFound):

@@ -24,7 +24,7 @@ from planner.schedule import computes, in_graph_order, keep_all
 from planner.simulate import simulate
 
 from .output import ended
-from .rows import RowFile
+from .rows import RowFile, finished
 from .sweep import Row
 
 KINDS = ("RL1", "RL2", "RL3", "RL4")
@@ -43,7 +43,7 @@ def row_of(graph: Graph, share: float, order: str, *, time_limit_s: float) -> Ro
     """
     budget_bytes = resolve_budget(share, simulate(graph, keep_all(graph)).peak_bytes)
     began = time.process_time()
-    plan = solve(graph, budget_bytes, gap=GAP[order], time_limit_s=time_limit_s, any_order=order == "free")
+    plan = finished(solve(graph, budget_bytes, gap=GAP[order], time_limit_s=time_limit_s, any_order=order == "free"))
     cpu_s = time.process_time() - began
     kept = None if plan.schedule is None else in_graph_order(computes(plan.schedule))
     return {**plan.row(), "ops": len(graph.ops), "order": order, "order_kept": kept, "cpu_s": cpu_s}
@@ -60,11 +60,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
 
     def work() -> int:
-        with closing(RowFile(arguments.out)) as file:
+        with closing(RowFile(arguments.out, ("graph", "order", "budget_bytes"))) as file:
             made = {(row["graph"], row["order"], row["budget_bytes"]) for row in file.rows}
             for order in arguments.order or ORDERS:
                 for kind in arguments.kind or KINDS:
-                    limit_s = arguments.time_limit or (FREE_LIMIT_S[kind] if order == "free" else KEPT_LIMIT_S)
+                    limit_s = FREE_LIMIT_S[kind] if order == "free" else KEPT_LIMIT_S
+                    if arguments.time_limit is not None:
+                        limit_s = arguments.time_limit
                     for graph in (random_layered(kind, seed) for seed in range(SEEDS)):
                         peak_bytes = simulate(graph, keep_all(graph)).peak_bytes
                         for share in arguments.share or SHARES:

@@ -19,16 +19,19 @@ from planner.plan import solve
 from planner.schedule import keep_all
 from planner.simulate import simulate
 
-from .steps import bench_workloads
+from .bench_whole import bench_workloads
+from .rows import finished
 from .sweep import Row
 
 TIME_LIMIT_S = 20.0  # of the plan
 
 
 def least_of(graph: Graph) -> Row:
-    """What ``min_budget`` says of a graph, and how long it took."""
+    """What ``min_budget`` says of a graph, and how long it took. Raises KeyboardInterrupt where Ctrl-C ended it."""
     began = time.perf_counter()
     least = min_budget(graph)
+    if least.interrupted:
+        raise KeyboardInterrupt
     return {
         "graph": graph.name,
         "ops": len(graph.ops),
@@ -42,7 +45,7 @@ def least_of(graph: Graph) -> Row:
 def row_of(graph: Graph, *, time_limit_s: float = TIME_LIMIT_S) -> Row:
     """The row of the plan for the smallest budget, beside what is said of that."""
     least = least_of(graph)
-    return {**solve(graph, least["works_bytes"], time_limit_s=time_limit_s).row(), **least}
+    return {**finished(solve(graph, least["works_bytes"], time_limit_s=time_limit_s)).row(), **least}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -250,7 +250,7 @@ def bench(
 
     again  methods that are run although they have rows; readers go by the last row of a cell
     """
-    file = RowFile(path)
+    file = RowFile(path, ("graph", "method"))
     try:
         made = {key_of(row) for row in file.rows if row["method"] not in again}
         console = Console(stderr=True)

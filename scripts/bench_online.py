@@ -88,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def work() -> int:
         rules, methods = rules_of(arguments.rule or RULES), methods_of(arguments.method or [PLANNER])
-        with closing(RowFile(arguments.out)) as file:
+        with closing(RowFile(arguments.out, ("graph", "method"))) as file:
             made = {key_of(row) for row in file.rows if row["method"] not in arguments.again}
             for case in cases(graph_names(arguments.graph), arguments.data):
                 for cell in cells_of(case, [*rules, *methods], gap=arguments.gap, time_limit_s=arguments.time_limit, seed=0):

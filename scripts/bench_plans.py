@@ -12,11 +12,12 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from graphs.errors import InputError
 from graphs.ir import Graph
 from planner.budget import resolve_budget
 from planner.plan import solve
@@ -25,8 +26,9 @@ from planner.schedule import keep_all
 from planner.simulate import simulate
 
 from .output import ended
-from .rows import RowFile
+from .rows import RowFile, finished
 from .steps import step_graph
+from .sweep import chosen
 
 SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
 DEEP_SHARES = (0.7, 0.5, 0.3)
@@ -58,30 +60,36 @@ class Case:
     any_order: bool = False
 
 
-def cases(only: Sequence[str], data: str | None) -> Iterator[Case]:
-    """The graphs asked for, made one at a time."""
+def labels(only: Sequence[str], data: str | None) -> list[str]:
+    """Names of what is asked for, all where nothing is. Raises InputError for one that is unknown, or needs data."""
+    published = [*INSTANCES, *(f"log_{name}" for name in LOGS)]
+    found = chosen("graph", only, [*published, *STEPS, *(label for name in LAYERED for label in (name, f"{name}-any-order"))])
+    if data is None and (asked := [name for name in only if name in published]):
+        raise InputError(f"{asked[0]} is published: name the folder with --data or in BELADY_DATA")
+    return found
+
+
+def cases(wanted: Collection[str], data: str | None) -> Iterator[Case]:
+    """The graphs of these labels, made one at a time; without data those that need none."""
     from graphs.importers import load_checkmate, load_dtr_log
     from graphs.synthetic import random_layered
 
-    def wanted(label: str) -> bool:
-        return not only or label in only
-
     if data is not None:
         for name, gigabytes in INSTANCES.items():
-            if wanted(name):
+            if name in wanted:
                 graph = load_checkmate(Path(data) / "checkmate_instances" / f"{name}.json")
                 yield Case(replace(graph, name=name), tuple(gb * 2**30 for gb in gigabytes), LIMIT_S, 1e-5)
     for name, shares in STEPS.items():
-        if wanted(name):
+        if name in wanted:
             yield Case(step_graph(name), shares, LIMIT_S if shares == DEEP_SHARES else STEP_LIMIT_S)
     if data is not None:
         for name in LOGS:
-            if wanted(f"log_{name}"):
+            if f"log_{name}" in wanted:
                 graph = load_dtr_log(Path(data) / "dtr_logs" / f"{name}.log.gz")
                 yield Case(replace(graph, name=f"log_{name}"), SHARES, LIMIT_S if len(graph.ops) < LONG else 2 * LIMIT_S)
     for name in LAYERED:
         for label, any_order in ((name, False), (f"{name}-any-order", True)):
-            if wanted(label):
+            if label in wanted:
                 yield Case(replace(random_layered(name, seed=0), name=label), LAYERED_SHARES, LIMIT_S, any_order=any_order)
 
 
@@ -90,15 +98,16 @@ def solve_all(path: str, wanted: Iterable[Case], time_limit_s: float | None = No
 
     time_limit_s  for each budget; None: that of its case
     """
-    with closing(RowFile(path)) as file:
+    with closing(RowFile(path, ("graph", "budget_bytes", "ops"))) as file:
         made = {(row["graph"], row["budget_bytes"]) for row in file.rows}
         for case in wanted:
             peak_bytes = simulate(case.graph, keep_all(case.graph)).peak_bytes
             for budget in case.budgets:
                 budget_bytes = resolve_budget(budget, peak_bytes)
                 if (case.graph.name, budget_bytes) not in made:
-                    limit_s = time_limit_s or case.time_limit_s
+                    limit_s = case.time_limit_s if time_limit_s is None else time_limit_s
                     plan = solve(case.graph, budget_bytes, gap=case.gap, time_limit_s=limit_s, any_order=case.any_order)
+                    finished(plan)
                     file.append({**plan.row(), "ops": len(case.graph.ops)})
                     print(_line(plan, budget_bytes / peak_bytes), flush=True)
 
@@ -113,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
 
     def work() -> int:
-        solve_all(arguments.out, cases(arguments.only, arguments.data), arguments.time_limit)
+        solve_all(arguments.out, cases(labels(arguments.only, arguments.data), arguments.data), arguments.time_limit)
         return 0
 
     return ended("bench_plans", work)

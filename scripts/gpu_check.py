@@ -3,8 +3,8 @@
     python -m belady.gpu_check --out benchmarks/gpu.jsonl      (in a checkout that is not installed: python -m scripts.gpu_check)
 
 Stops in time (``--seconds``) and says what was left out; the same command goes on from there: a row is known by device, workload,
-method and share of the memory. What failed is in the file of rows in one line, and beside it (``.log``) with all it said. Without
-CUDA (or with ``--small``) the same at small sizes.
+method, share of the memory, ``--deterministic`` and, where it is of compiled code, ``--backend``. What failed is in the file of
+rows in one line, and beside it (``.log``) with all it said. Without CUDA (or with ``--small``) the same at small sizes.
 
 On CUDA the allocator gets expandable segments, unless PYTORCH_ALLOC_CONF says otherwise: without them a block above 1 MiB may
 come with up to 1 MiB that nobody asked for, which no plan can foresee.
@@ -22,6 +22,7 @@ import functools
 import gc
 import importlib.util
 import itertools
+import math
 import os
 import re
 import signal
@@ -29,6 +30,7 @@ import subprocess
 import sys
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -48,7 +50,8 @@ from planner.result import Plan, Status, load_plan
 from planner.schedule import keep_all
 from planner.simulate import simulate
 
-from .rows import RowFile
+from .output import ended, heeded
+from .rows import RowFile, finished, provenance
 from .steps import step_name
 
 if TYPE_CHECKING:
@@ -85,8 +88,12 @@ BOTH_COMPILED = f"optimum={COMPILED}"  # the backend "belady", for as many bytes
 HELD_AGAINST = {**MATCHED, BOTH_COMPILED: COMPILED}
 METHODS = (*WHOLE, *PLANNED, *ONLINE, *MATCHED, INTERPOSED, COMPILED, BOTH_COMPILED)
 RIVALS = (*MATCHED.values(), COMPILED)
+BACKED = (COMPILED, BOTH_COMPILED)  # what depends on --backend
+BACKEND = "aot_eager_decomp_partition"
+ENTRIES = ("graph", "device", "method", "share", "status", "reason")  # of every row
 FIRST_RATIOS = (0.5, 0.25, 0.75)  # of the compiler's memory budget, measured for every workload
 PLAN_S = 15.0  # solving one budget
+MOST_SECONDS = 10_000_000  # as for a solver
 _GPU_TEST = re.compile(r"^\s*@pytest\.mark\.gpu", re.MULTILINE)
 TESTS_SHARE = 0.25  # of the time, at most, for the tests
 TEST_PROCESSES = 12  # of them at once; each takes some hundred MB of the device for itself
@@ -156,8 +163,8 @@ def cells(methods: Sequence[str], shares: Sequence[float]) -> list[Cell]:
 
 
 def solved(graph: Graph, budget_bytes: int, time_limit_s: float) -> Plan:
-    """The plan of one budget, of whatever status. Runs in a process of its own, too."""
-    return solve_halves(graph, budget_bytes, gap=0.005, time_limit_s=time_limit_s)
+    """The plan of one budget, of whatever status. Runs in a process of its own, too. Raises KeyboardInterrupt as ``finished``."""
+    return finished(solve_halves(graph, budget_bytes, gap=0.005, time_limit_s=time_limit_s))
 
 
 def budget_of(graph: Graph, share: float) -> int:
@@ -169,7 +176,7 @@ def graph_file(folder: Path, name: str) -> Path:
 
 
 def plan_file(folder: Path, name: str, share: float) -> Path:
-    return folder / f"{name}-{round(share * 1000):04d}.plan.json"
+    return folder / f"{name}-{share * 1000:04g}.plan.json"
 
 
 def make_plans(folder: Path, shares: Sequence[float], *, names: Sequence[str], seconds: float, console: Console) -> int:
@@ -182,7 +189,7 @@ def make_plans(folder: Path, shares: Sequence[float], *, names: Sequence[str], s
         name = path.name.removesuffix(".graph.json")
         for share in shares:
             target = plan_file(folder, name, share)
-            if target.exists() and _fits(target, graph):
+            if target.exists() and _fits(target, graph, share):
                 continue
             plan = solved(graph, budget_of(graph, share), seconds)
             plan.save(target)
@@ -191,9 +198,19 @@ def make_plans(folder: Path, shares: Sequence[float], *, names: Sequence[str], s
     return 0
 
 
-def _fits(path: Path, graph: Graph) -> bool:
+def _made(path: Path, graph: Graph | Step, budget_bytes: int) -> Plan:
+    """A plan in a folder. Raises GraphMismatch where it was made for something else, or its search was interrupted."""
+    plan = load_plan(path, graph)
+    if plan.budget_bytes != budget_bytes:
+        raise GraphMismatch(f"{path} was made for {plan.budget_bytes:,} bytes, not for {budget_bytes:,}")
+    if plan.notes.get("stopped") == "interrupted":
+        raise GraphMismatch(f"{path} is the best until its search was interrupted; make it again with --make-plans")
+    return plan
+
+
+def _fits(path: Path, graph: Graph, share: float) -> bool:
     try:
-        load_plan(path, graph)
+        _made(path, graph, budget_of(graph, share))
     except GraphMismatch:
         return False
     return True
@@ -221,7 +238,7 @@ class Plans:
     def __getitem__(self, share: float) -> Plan:
         budget_bytes = budget_of(self._step.graph, share)
         if self._folder is not None and budget_bytes not in self._made:
-            plan = load_plan(plan_file(self._folder, self._name, share), self._step)
+            plan = _made(plan_file(self._folder, self._name, share), self._step, budget_bytes)
             self._made[budget_bytes] = replace(plan, step=self._step)
         return self.of_bytes(budget_bytes)
 
@@ -299,6 +316,8 @@ class Workload:
         row = {**nothing, "budget_bytes": None, "budget_fraction": None, "share": cell.share}
         row |= {"fingerprint": graph.fingerprint(), "reason": None, "measured_eager_time_ns": self._bench.plain.time_ns}
         row["measured_eager_peak_bytes"] = self._bench.plain.peak_bytes
+        if cell.method in BACKED:
+            row["measured_backend"] = self._backend
         try:
             row |= self._run(cell)
         except InfeasibleBudget as error:
@@ -383,10 +402,11 @@ class Workload:
     def _compile(self, share: float) -> dict[str, Any]:
         """The fastest ratio whose measured peak is at most the plan's: some all over, then bisected where peaks cross it.
 
-        Peaks are not monotone in the ratio, so everything measured for any budget counts.
+        Up to 1 where all of them are low enough, and down to 0 where none is. Peaks are not monotone in the ratio, so everything
+        measured for any budget counts.
         """
         target = self._peaks.get(share, budget_of(self._step.graph, share))
-        row = {"budget_bytes": target, "measured_target_bytes": target, "measured_backend": self._backend}
+        row: dict[str, Any] = {"budget_bytes": target, "measured_target_bytes": target}
         for ratio in FIRST_RATIOS[: self._ratios]:
             if self._compiled and self._left_s() < self._compiling_s:
                 break
@@ -394,10 +414,8 @@ class Workload:
         for _ in range(self._ratios - len(FIRST_RATIOS)):
             if self._left_s() < self._compiling_s:
                 break
-            pairs = itertools.pairwise(sorted(self._compiled))
-            crossing = [p for p in pairs if len({self._ratio(ratio).peak_bytes <= target for ratio in p}) == 2]
-            if not crossing:
-                break
+            low = {0.0: True, 1.0: False} | {ratio: trial.peak_bytes <= target for ratio, trial in self._compiled.items()}
+            crossing = [(a, b) for a, b in itertools.pairwise(sorted(low)) if low[a] != low[b]]
             self._ratio(sum(crossing[-1]) / 2)  # the highest ratio recomputes least
         sweep = sorted((ratio, trial.peak_bytes, trial.time_ns) for ratio, trial in self._compiled.items())
         row["measured_sweep"] = sweep
@@ -417,7 +435,9 @@ class Workload:
         options: dict[str, Any] = {"budget": budget_bytes, "gap": 0.005, "time_limit_s": PLAN_S}
         if self._backend == "inductor":
             options["kernels"] = "inductor"
-        return {"budget_bytes": budget_bytes, **self._measured(self._bench.compiled(belady, options))}
+        with heeded():
+            trial = self._bench.compiled(belady, options)
+        return {"budget_bytes": budget_bytes, **self._measured(trial)}
 
     def _ratio(self, ratio: float) -> Trial:
         from graphs.torch_private.partitioned import activation_memory_budget
@@ -443,6 +463,7 @@ class Workload:
 
 def run_tests(folder: Path, limit_s: float, log: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
     """The GPU tests of a folder in a process of their own; a row. What they say goes to ``log`` where not all pass."""
+    folder = folder.resolve()  # they run in another one
     files = sorted(str(path) for path in folder.glob("test_*.py") if _GPU_TEST.search(path.read_text(encoding="utf-8")))
     row: dict[str, Any] = {"graph": None, "method": "tests", "share": None, "reason": None, "files": len(files)}
     if not files:
@@ -514,6 +535,7 @@ class Session:
     left_out  cells that were not run, by workload
     failed    cells that failed
     lost      whether the device stopped answering
+    others    versions of torch that rows in the file were made with beside this one, and how many
     """
 
     file: RowFile
@@ -527,15 +549,22 @@ class Session:
 
     def __post_init__(self) -> None:
         self._name, self._settings = device_name(self.device), settings(self.device)
-        if self.device == "cuda":
-            self._settings["deterministic"] = self.arguments.deterministic
-        rows = [row for row in self.file.rows if row.get("device") == self._name]
+        self._settings["deterministic"] = self.arguments.deterministic
+        rows = [row for row in self.file.rows if self._is_alike(row)]
         retry = ("FAILED", "UNAVAILABLE", "UNKNOWN") if self.arguments.retry else ()
-        self._done = {(r["graph"], r["method"], r["share"]) for r in rows if r["status"] not in retry}
+        done = [r for r in rows if r["status"] not in retry and (r["method"], r["status"]) != ("tests", "UNKNOWN")]
+        self._done = {(r["graph"], r["method"], r["share"]) for r in done}
+        self.others = Counter(row["versions"].get("torch") for row in done if "versions" in row)
+        del self.others[provenance()["versions"].get("torch")]
         self._peaks = {(r["graph"], r["method"]): r["measured_peak_bytes"] for r in rows if r["status"] == "MEASURED"}
         for row in rows:
             if sweep := row.get("measured_sweep"):
                 self._peaks[row["graph"], COMPILED] = min(peak for _, peak, _ in sweep)
+
+    def _is_alike(self, row: dict[str, Any]) -> bool:
+        """Whether a row was made as those of this run are; older rows do not say what was the default."""
+        same = row["device"] == self._name and row.get("deterministic", False) == self.arguments.deterministic
+        return same and (row["method"] not in BACKED or row.get("measured_backend", BACKEND) == self.arguments.backend)
 
     def add(self, row: dict[str, Any]) -> None:
         if row["status"] == "FAILED":
@@ -544,7 +573,10 @@ class Session:
 
     def tests(self, folder: Path) -> None:
         if (None, "tests", None) not in self._done:
-            self.add(run_tests(folder, TESTS_SHARE * self.guard.seconds, self.log))
+            row = run_tests(folder, TESTS_SHARE * self.guard.seconds, self.log)
+            self.add(row)
+            if row["status"] == "UNKNOWN":  # stopped
+                self.left_out["GPU tests"] = [Cell("tests", None)]
 
     def log(self, text: str) -> None:
         """What a row is too short for."""
@@ -666,11 +698,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run; return the exit code: 0 all rows there, 1 tests or cells failed, 3 rows left out for lack of time."""
     arguments = _parser().parse_args(argv)
     console = Console(stderr=True)
-    try:
-        return _main(arguments, console)
-    except BeladyError as error:
-        console.print(f"gpu_check: {error}", style="red", highlight=False)
-        return 2
+    return ended("gpu_check", lambda: _main(arguments, console), goes_on=not arguments.make_graphs)
 
 
 def _main(arguments: argparse.Namespace, console: Console) -> int:
@@ -703,11 +731,12 @@ def _main(arguments: argparse.Namespace, console: Console) -> int:
         )
     if arguments.make_graphs:
         return 0
-    tests = Path(arguments.tests) if arguments.tests else None
-    file = RowFile(arguments.out)
+    file = RowFile(arguments.out, ENTRIES)
     try:
         session = Session(file, Guard(arguments.seconds), device, console, arguments)
-        run_all(session, sizes, tests if tests is not None and tests.is_dir() else None)
+        for version, count in session.others.items():
+            console.print(f"{count} rows in {arguments.out} are of torch {version} and are not made again", highlight=False)
+        run_all(session, sizes, arguments.tests)
     finally:
         file.close()
     for line in session.failed:
@@ -724,28 +753,64 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="gpu_check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--out", default="benchmarks/gpu.jsonl", help="rows are added to this file (default: %(default)s)")
-    add("--seconds", type=float, default=510.0, help="for everything (default: %(default)g)")
+    add("--seconds", type=_seconds, default=510.0, help="for everything (default: %(default)g)")
     add("--only", action="append", choices=list(LARGE), help="one workload; several times")
     add("--method", action="append", choices=METHODS, help="one method, beside plain PyTorch; several times")
     add("--budget", action="append", type=_share, metavar="SHARE", help="of the keep-all peak; several times")
-    add("--repeats", type=int, help="timed steps a cell (default: 3, on a CPU 1)")
-    add("--steps", type=int, help="training steps with each plan, losses held against plain PyTorch's (default: 0, on a CPU 10)")
+    add("--repeats", type=_some, help="timed steps a cell (default: 3, on a CPU 1)")
+    add(
+        "--steps",
+        type=_whole,
+        help="training steps with each plan, losses held against plain PyTorch's (default: 0, on a CPU 10)",
+    )
     add(
         "--backend",
-        default="aot_eager_decomp_partition",
+        default=BACKEND,
         help="of torch.compile, and of its plans if inductor (default: %(default)s)",
     )
-    add("--ratios", type=int, default=5, help="of torch.compile's memory budget, tried for each budget (default: %(default)s)")
+    add(
+        "--ratios",
+        type=_some,
+        default=5,
+        help="of torch.compile's memory budget, tried for each budget (default: %(default)s)",
+    )
     add("--small", action="store_true", help="small sizes on the CPU, even where there is a GPU")
     add("--large", action="store_true", help="the sizes for a GPU, even on a CPU")
     add("--deterministic", action="store_true", help="kernels that give the same bits in every run, where there are any")
-    add("--tests", default=str(Path(__file__).resolve().parents[1] / "tests"), help="folder of the GPU tests; empty: none")
+    own = Path(__file__).resolve().parents[1] / "tests"  # not there where the scripts are installed
+    add("--tests", type=_folder, default=own if own.is_dir() else None, help="folder of the GPU tests; empty: none")
     add("--retry", action="store_true", help="run cells again that failed, that nothing was found for, or something was missing")
     add("--plans", metavar="DIR", help="take graphs and plans from there instead of measuring and solving")
     add("--make-graphs", metavar="DIR", help="only write the graphs there, with op times of this device")
     add("--make-plans", metavar="DIR", help="only solve the graphs there (with --make-graphs: after writing them)")
-    add("--plan-seconds", type=float, default=60.0, help="for each plan of --make-plans (default: %(default)g)")
+    add("--plan-seconds", type=_seconds, default=60.0, help="for each plan of --make-plans (default: %(default)g)")
     return parser
+
+
+def _folder(text: str) -> Path | None:
+    if text and not Path(text).is_dir():
+        raise argparse.ArgumentTypeError(f"there is no folder {text!r}")
+    return Path(text) if text else None
+
+
+def _whole(text: str, least: int = 0) -> int:
+    if not re.fullmatch("[0-9]{1,9}", text) or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from {least} on")
+    return int(text)
+
+
+def _some(text: str) -> int:
+    return _whole(text, 1)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds <= MOST_SECONDS:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds from 0 to {MOST_SECONDS:,}")
+    return seconds
 
 
 def _share(text: str) -> float:

@@ -11,9 +11,10 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from graphs.errors import InputError
 from planner.budget import format_bytes
 
-from .gpu_check import BOTH_COMPILED, COMPILED, INTERPOSED, MATCHED, ONLINE, PLANNED, WHOLE
+from .gpu_check import BOTH_COMPILED, COMPILED, ENTRIES, INTERPOSED, MATCHED, ONLINE, PLANNED, WHOLE
 from .output import ended
 from .page import END, ROOT, parser_of, percent, publish, table, with_section
 from .plots import draw_measured
@@ -35,10 +36,15 @@ class Measured:
         self.device: str = rows[0]["device"]
         self._rows = {(row["method"], row["share"]): row for row in rows}
         self.plain_ns: int = min(row["measured_eager_time_ns"] for row in rows if row.get("measured_eager_time_ns"))
-        self.plain_bytes: int = next(row for row in rows if row["method"] == "eager")["measured_peak_bytes"]
+        self.plain_bytes: int = next(row for row in rows if _is_plain(row))["measured_peak_bytes"]
 
     def row(self, method: str, share: float | None = None) -> Row | None:
         return self._rows.get((method, share))
+
+    def budget_bytes(self, share: float) -> int | None:
+        """What a share of the keep-all peak comes to, which is not plain PyTorch's measured peak."""
+        rows = (self.row(method, share) for method in (*PLANNED, *ONLINE, INTERPOSED))
+        return next((row["budget_bytes"] for row in rows if row is not None and row["budget_bytes"] is not None), None)
 
     @property
     def shares(self) -> list[float]:
@@ -56,6 +62,12 @@ class Measured:
             return sorted({(peak, time_ns) for row in rows for _, peak, time_ns in row.get("measured_sweep", ())})
         return sorted((row["measured_peak_bytes"], row["measured_time_ns"]) for row in rows if row["measured_time_ns"])
 
+    def is_worth_it(self, method: str, point: tuple[int, int]) -> bool:
+        """Whether a peak is no higher than plain PyTorch's, and nothing else of the method is as good in peak and time."""
+        others = (other for other in self.points(method) if other != point)
+        beaten = any(peak <= point[0] and time_ns <= point[1] for peak, time_ns in others)
+        return point[0] <= self.plain_bytes and not beaten
+
     def within(self, peak_bytes: int, rival: str) -> tuple[int, int] | None:
         """Peak and time of the fastest plan measured whose peak is at most this one; compiled plans for compiled rivals only."""
         plans = self.points(PLAN) + (self.points(BOTH_COMPILED) if rival == COMPILED else [])
@@ -68,7 +80,11 @@ def of_rows(rows: Iterable[Row]) -> list[Measured]:
     for row in rows:
         if row["graph"] is not None:
             groups.setdefault((row["graph"], row["device"]), []).append(row)
-    return [Measured(mine) for mine in groups.values() if any(row["method"] == "eager" for row in mine)]
+    return [Measured(mine) for mine in groups.values() if any(_is_plain(row) for row in mine)]
+
+
+def _is_plain(row: Row) -> bool:
+    return (row["method"], row["status"]) == ("eager", "MEASURED")
 
 
 def summary(found: Sequence[Measured], shares: Sequence[float] = (0.7, 0.5, 0.3)) -> str:
@@ -113,8 +129,9 @@ def worst(found: Sequence[Measured]) -> str:
                     broken += row["measured_peak_bytes"] > row["budget_bytes"]
                 else:
                     graphed_apart, graphed_above = max(graphed_apart, further), max(graphed_above, more)
-    rivals = [(each, method, *point) for each in found for method in (*WHOLE[1:], COMPILED) for point in each.points(method)]
-    fair = [(time_ns, plan) for each, method, peak, time_ns in rivals if (plan := each.within(peak, method)) is not None]
+    rivals = [(each, method, point) for each in found for method in (*WHOLE[1:], COMPILED) for point in each.points(method)]
+    good = [(each, method, point) for each, method, point in rivals if each.is_worth_it(method, point)]
+    fair = [(time_ns, plan) for each, method, (peak, time_ns) in good if (plan := each.within(peak, method)) is not None]
     slower = sum(plan[1] > time_ns for time_ns, plan in fair)
     points, graphed_points = (f"{100 * share:.2f} points" for share in (apart, graphed_apart))
     return "\n".join(
@@ -124,7 +141,8 @@ def worst(found: Sequence[Measured]) -> str:
             f"- Measured peaks are at most {above:,} bytes above the planned ones, and {broken} are above the budget; those of "
             f"CUDA graphs are at most {graphed_above:,} bytes above the planned ones.",
             f"- {len(fair)} checkpointed or compiled steps have a plan beside them that takes no more memory; of these plans "
-            f"{slower} took longer.",
+            f"{slower} took longer. {len(rivals) - len(good)} others do not count: they take more memory than plain PyTorch, or "
+            f"another measurement of the same rival takes no more memory and no more time.",
         )
     )
 
@@ -134,7 +152,8 @@ def budgets(each: Measured) -> str:
     lines = []
     for share in each.shares:
         plan, graphed = each.row(PLAN, share), each.row(GRAPHED, share)
-        line = [f"{share:.0%} ({format_bytes(int(share * each.plain_bytes))})".replace("%", " %")]
+        asked_bytes = each.budget_bytes(share)
+        line = [f"{share:.0%}".replace("%", " %") + (f" ({format_bytes(asked_bytes)})" if asked_bytes is not None else "")]
         if plan is None or plan["measured_time_ns"] is None:
             line += [_words(plan), "-", "-", "-"]
         else:
@@ -205,7 +224,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     picture = page.with_suffix(".png")
 
     def work() -> int:
-        found = of_rows(read_rows(arguments.rows))
+        found = of_rows(read_rows(arguments.rows, ENTRIES))
+        if not found:  # nothing to put in place of what is on the page
+            raise InputError(f"{arguments.rows} holds no measured steps of gpu_check")
         code = publish({page: with_section(page, BEGIN, results(found, picture.name))}, check=arguments.check)
         if not arguments.check:
             draw(found, str(picture))

@@ -174,8 +174,6 @@ def draw(found: Cells, path: str) -> None:
 
 def results(found: Cells, picture: str) -> str:
     """What stands between the markers."""
-    if not found.rows:
-        return f"{BEGIN}\n\nNo rows yet: run `python -m belady.bench_methods`.\n\n{END}"
     limits = sorted({row["options"]["time_limit_s"] for row in found.rows if "time_limit_s" in row["options"]})
     limit = " or ".join(f"{limit_s:g}" for limit_s in limits)
     graphs = len({row["fingerprint"] for row in found.rows})
@@ -200,6 +198,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         name="methods",
         description=__doc__,
         begin=BEGIN,
+        having=("ops", "found_s", "wall_s"),
         results=lambda rows, picture: results(cells(rows), picture),
         draw=lambda rows, path: draw(cells(rows), path),
     )

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
+from types import FrameType
 from typing import Any
 
 from rich.console import Console
@@ -96,6 +98,31 @@ def _descriptor_1_is_stderr() -> Iterator[None]:
     finally:
         os.dup2(real, 1)
         os.close(real)
+
+
+@contextmanager
+def heeded() -> Iterator[None]:
+    """Where Ctrl-C comes within, raise KeyboardInterrupt at the end, even if a search then made do with its best until then.
+
+    For what does not say whether its plan is such a one, as a compiled step.
+    """
+    heard: list[int] = []
+    before = signal.getsignal(signal.SIGINT)
+
+    def hear(number: int, frame: FrameType | None) -> None:
+        heard.append(number)
+        if callable(before):
+            before(number, frame)
+
+    if callable(before):  # in the background of some shells the signal is ignored
+        signal.signal(signal.SIGINT, hear)
+    try:
+        yield
+    finally:
+        if callable(before):
+            signal.signal(signal.SIGINT, before)
+    if heard:
+        raise KeyboardInterrupt
 
 
 def ended(program: str, work: Callable[[], int], *, goes_on: bool = True) -> int:

@@ -6,7 +6,7 @@ A page is Markdown that people write, with a section for the results; nobody typ
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,10 @@ OUT_OF_DATE = 2
 
 
 def latest(rows: Iterable[Row]) -> list[Row]:
-    """The last row of each cell."""
-    return list({key: row for row in rows if (key := key_of(row)) is not None}.values())
+    """The last row of each cell; of a graph that was captured anew, and is another one now, only rows of the last."""
+    found = [(key, row) for row in rows if (key := key_of(row)) is not None]
+    newest = {row["graph"]: row["fingerprint"] for _, row in found}
+    return list({key: row for key, row in found if row["fingerprint"] == newest[row["graph"]]}.values())
 
 
 def table(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
@@ -71,11 +73,13 @@ def page_of_rows(
     name: str,
     description: str | None,
     begin: str,
+    having: Collection[str],
     results: Callable[[Sequence[Row], str], str],
     draw: Callable[[Sequence[Row], str], Any],
 ) -> int:
     """The command line of ``docs/NAME.md`` and ``docs/NAME.png``, drawn from ``benchmarks/NAME.jsonl``; the exit code.
 
+    having   entries of every row, beside those of a sweep
     results  the section, markers included, from the last row of each cell and the name of the picture
     draw     the picture, to a path; not asked for where no row has a schedule
     """
@@ -87,7 +91,9 @@ def page_of_rows(
     picture = page.with_suffix(".png")
 
     def work() -> int:
-        rows = latest(read_rows(arguments.rows) if Path(arguments.rows).exists() else ())
+        rows = latest(read_rows(arguments.rows, ("graph", *having)))
+        if not rows:  # nothing to put in place of what is on the page
+            raise InputError(f"{arguments.rows} holds no rows of bench_{name}")
         code = publish({page: with_section(page, begin, results(rows, picture.name))}, check=arguments.check)
         if not arguments.check and any(row["time_ns"] is not None for row in rows):
             draw(rows, str(picture))

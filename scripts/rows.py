@@ -10,13 +10,16 @@ import platform
 import stat
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from graphs.errors import InputError
 from graphs.files import from_json, is_open_file, place_of, read_text, write_whole
+
+if TYPE_CHECKING:
+    from planner.result import Plan
 
 
 @cache
@@ -39,6 +42,13 @@ def provenance() -> dict[str, Any]:
     return {"versions": versions, "commit": commit}
 
 
+def finished(plan: Plan) -> Plan:
+    """The plan. Raises KeyboardInterrupt where Ctrl-C ended its search: the best until then is no row of a benchmark."""
+    if plan.notes.get("stopped") == "interrupted":
+        raise KeyboardInterrupt
+    return plan
+
+
 def write_rows(path: str, rows: Iterable[dict[str, Any]]) -> None:
     """Write rows with their provenance to a file, whole or not at all; ``-`` is standard output."""
     text = "".join(json.dumps({**row, **provenance(), **row}) + "\n" for row in rows)  # rows read from a file have their own
@@ -50,21 +60,34 @@ def write_rows(path: str, rows: Iterable[dict[str, Any]]) -> None:
         write_whole(path, text)
 
 
+def put_in_place(rows: Iterable[dict[str, Any]], found: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows with those of some graphs made anew: the new ones of a graph come where its first was, else at the end."""
+    new: dict[str, list[dict[str, Any]]] = {}
+    for row in found:
+        new.setdefault(row["graph"], []).append(row)
+    placed: list[dict[str, Any]] = []
+    left = dict(new)
+    for row in rows:
+        placed += left.pop(row["graph"], []) if row["graph"] in new else [row]
+    return [*placed, *(row for rest in left.values() for row in rest)]
+
+
 BEGIN = '{"graph": '  # of every row
 
 
 class RowFile:
     """A file of rows that is added to row by row: each is on the disk, whole, when ``append`` returns.
 
+    having    entries that every row has to have which is there; others are of another kind
     rows      those that were there
     repaired  whether the last line was there in part (a machine that stopped while writing); it is cut off
 
     One process at a time. Raises InputError where another has the file, where it cannot be written or is gzipped, and naming the
-    line that is damaged; the file is then as it was.
+    line that is damaged or the row that is of another kind; the file is then as it was.
     """
 
-    def __init__(self, path: str) -> None:
-        self.path = path
+    def __init__(self, path: str, having: Collection[str] = ()) -> None:
+        self.path, self._having = path, having
         check_row_file(path)
         make_folder(path)
         try:
@@ -106,6 +129,7 @@ class RowFile:
                 raise InputError(f"{self.path}, line {len(rows) + 1}: expected a row, found {rest[:40]!r}") from None
         if rows and ("graph" not in rows[0] or "schema" in rows[0]):  # the latter as in a saved plan, which is a line
             raise InputError(f"{self.path} holds no result rows, to which some could be added: it begins with {text[:40]!r}")
+        _check_entries(rows, self._having, self.path)
         if torn:
             os.truncate(self._file, len(text[:end].encode()))
         elif rest:
@@ -172,9 +196,18 @@ def make_folder(path: str) -> None:
         raise InputError(f"cannot write {path}: {error.strerror or error}") from error
 
 
-def read_rows(path: str | Path) -> list[dict[str, Any]]:
-    """Rows of a file. Raises InputError naming the line that is damaged."""
-    return _rows(read_text(path), path)
+def read_rows(path: str | Path, having: Collection[str] = ()) -> list[dict[str, Any]]:
+    """Rows of a file. Raises InputError naming the line that is damaged, or the row without one of the entries it has to have."""
+    rows = _rows(read_text(path), path)
+    _check_entries(rows, having, path)
+    return rows
+
+
+def _check_entries(rows: Sequence[dict[str, Any]], having: Collection[str], path: str | Path) -> None:
+    for number, row in enumerate(rows, start=1):
+        for name in having:
+            if name not in row:
+                raise InputError(f"{path} holds rows of another kind: row {number} has no entry {name!r}")
 
 
 def _rows(text: str, path: str | Path) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from belady import bench_grid, bench_least, steps
+from belady import bench_grid, bench_least, bench_whole
 from belady.bench_least import row_of
 from belady.readme_tables import smallest
 from belady.rows import read_rows
@@ -42,7 +42,7 @@ def test_rows_of_workloads_are_written_when_all_is_done(
     step_of: Callable[[str], Any]
     for step_of, code, said in ((interrupted, 130, f"{bench.__name__.partition('.')[2]}: interrupted\n"), (small, 0, "")):
         assert not out.exists()
-        monkeypatch.setattr(steps, "step_graph", step_of)
+        monkeypatch.setattr(bench_whole, "step_graph", step_of)
         assert bench.main(arguments) == code
         assert capsys.readouterr().err == said
     graphs = [row["graph"] for row in read_rows(out)]

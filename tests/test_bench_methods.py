@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from belady import methods_doc
+from belady import methods_doc, online_doc
 from belady.bench_methods import Case, bench, cases, cells_of, graph_names, isolated, main, method_names, row_of
+from belady.page import ROOT, latest
 from belady.rows import read_rows
 from belady.sweep import Cell
 from graphs.errors import InputError
@@ -254,12 +256,38 @@ def test_random_graphs_of_one_size_stand_together_as_medians(rows_file: Path) ->
     assert ", 2 of 3 |" in text
 
 
-def test_a_page_without_rows_or_markers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("document", [methods_doc, online_doc])
+def test_no_page_is_drawn_from_nothing(document: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, empty = tmp_path / "page.md", tmp_path / "empty.jsonl"
+    path.write_text(f"{document.BEGIN}\nold\n{document.END}\n")
+    before = path.read_text()
+    empty.touch()
+    rows = ROOT / "benchmarks"
+    for given, said in (
+        (tmp_path / "none.jsonl", "cannot read"),
+        (empty, "holds no rows of bench_"),
+        (rows / "gpu.jsonl", "rows of another kind"),
+        (rows / "plans.jsonl", "holds no rows of bench_" if document is online_doc else "rows of another kind"),
+    ):
+        assert document.main(["--rows", str(given), "--page", str(path)]) == 2
+        told = capsys.readouterr().err
+        assert said in told and told.count("\n") == 1
+        assert path.read_text() == before and list(tmp_path.glob("*.png")) == []
+
+
+def test_a_graph_captured_anew_counts_as_it_is_now(rows_file: Path) -> None:
+    """Another version of torch may capture another graph by the same name; both were on the page, as if they were random ones."""
+    rows = [row for row in read_rows(rows_file) if row["graph"] == "chain_6"]
+    anew = [{**row, "fingerprint": "anew", "budget_bytes": row["budget_bytes"] + 1} for row in rows]
+    assert latest([*rows, *anew[:2]]) == anew[:2]
+    assert latest([*anew, *rows]) == rows
+    assert "random graphs" not in methods_doc.by_graph(methods_doc.cells([*rows, *anew]))
+
+
+def test_a_page_without_markers(tmp_path: Path, rows_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = page(tmp_path)
-    assert methods_doc.main(["--rows", str(tmp_path / "none.jsonl"), "--page", str(path)]) == 0
-    assert "No rows yet" in path.read_text()
     path.write_text("no markers")
-    assert methods_doc.main(["--rows", str(tmp_path / "none.jsonl"), "--page", str(path)]) == 2
+    assert methods_doc.main(["--rows", str(rows_file), "--page", str(path)]) == 2
     assert "no section" in capsys.readouterr().err
 
 

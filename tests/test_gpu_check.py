@@ -2,28 +2,50 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 
 from belady import gpu_check
-from belady.gpu_check import INTERPOSED, LARGE, MATCHED, ONLINE, PLANNED, SMALL, Guard, OutOfTime, main, run_tests
-from belady.gpu_rivals import blocks, wrapped
-from belady.rows import read_rows
+from belady.gpu_check import (
+    INTERPOSED,
+    LARGE,
+    MATCHED,
+    ONLINE,
+    PLANNED,
+    SMALL,
+    Guard,
+    OutOfTime,
+    budget_of,
+    main,
+    plan_file,
+    run_tests,
+)
+from belady.gpu_rivals import Trial, blocks, wrapped
+from belady.page import ROOT
+from belady.rows import RowFile, provenance, read_rows, write_rows
 from belady.steps import step_name
 from graphs.capture import capture
 from graphs.costs import roofline
+from graphs.errors import GraphMismatch
+from graphs.ir import Graph
 from graphs.workloads import build
+from planner.plan import solve_halves
 from planner.result import Plan
 
 TINY = {
@@ -285,8 +307,9 @@ def test_tests_that_are_stopped_leave_no_process_behind(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="needs two cores")
-def test_the_gpu_tests_run_side_by_side(tmp_path: Path) -> None:
-    """Here each waits for the other."""
+def test_the_gpu_tests_run_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here each waits for the other. Of a folder named from the current one none was found."""
+    monkeypatch.chdir(tmp_path.parent)
     folder = tmp_path / "tests"
     folder.mkdir()
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu: needs a device\n")
@@ -306,7 +329,180 @@ def test_it(name):
         time.sleep(0.01)
 """
     )
-    assert run_tests(folder, 100)["status"] == "PASSED"
+    assert run_tests(folder.relative_to(tmp_path.parent), 100)["status"] == "PASSED"
+
+
+def test_tests_that_were_stopped_are_left_out_and_run_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status = "UNKNOWN"
+
+    def ran(*_: object) -> dict[str, Any]:
+        return {"graph": None, "method": "tests", "share": None, "reason": None, "status": status}
+
+    monkeypatch.setattr(gpu_check, "run_tests", ran)
+    arguments = ["--only", "unet", "--method", "eager", "--tests", str(tmp_path)]
+    code, rows = check(tmp_path, *arguments)
+    assert code == 3 and [row["method"] for row in rows] == ["tests", "eager"]
+    assert "left out for lack of time: GPU tests: tests" in capsys.readouterr().err
+    status = "PASSED"
+    for _ in range(2):
+        code, rows = check(tmp_path, *arguments)
+        assert code == 0 and [row["status"] for row in rows] == ["UNKNOWN", "MEASURED", "PASSED"]
+
+
+@pytest.mark.parametrize(
+    ("option", "given", "said"),
+    [
+        ("--tests", "nosuch", "there is no folder 'nosuch'"),
+        ("--steps", "-1", "'-1' is no whole number from 0 on"),
+        ("--repeats", "-1", "'-1' is no whole number from 1 on"),
+        ("--ratios", "0", "'0' is no whole number from 1 on"),
+        ("--seconds", "nan", "'nan' is no number of seconds from 0 to 10,000,000"),
+        ("--seconds", "inf", "'inf' is no number of seconds"),
+        ("--plan-seconds", "-1", "'-1' is no number of seconds"),
+        ("--budget", "1.1", "'1.1' is no share"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(
+    option: str, given: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["--out", str(tmp_path / "rows.jsonl"), option, given])
+    assert said in capsys.readouterr().err and list(tmp_path.iterdir()) == []
+
+
+def test_rows_of_another_benchmark_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for other in ("diff_gpt2_cpu", "eager_cpu", "coop"):
+        (tmp_path / "rows.jsonl").write_bytes((ROOT / "benchmarks" / f"{other}.jsonl").read_bytes())
+        assert main(["--small", "--tests", "", "--out", str(tmp_path / "rows.jsonl")]) == 2
+        assert "holds rows of another kind: row 1 has no entry" in capsys.readouterr().err
+
+
+def session(folder: Path, rows: list[dict[str, Any]], *arguments: str) -> gpu_check.Session:
+    """A run to which these rows are known."""
+    (folder / "rows.jsonl").unlink(missing_ok=True)
+    write_rows(str(folder / "rows.jsonl"), [{"graph": "net", "device": "cpu", "reason": None, **row} for row in rows])
+    asked = gpu_check._parser().parse_args(["--out", str(folder / "rows.jsonl"), "--method", "compile", *arguments])
+    asked.budget = asked.budget or [0.5]
+    with contextlib.closing(RowFile(asked.out, gpu_check.ENTRIES)) as file:
+        return gpu_check.Session(file, Guard(1.0), "cpu", Console(), asked)
+
+
+def test_rows_made_otherwise_are_not_those_asked_for(tmp_path: Path) -> None:
+    compiled = {"method": "compile", "share": 0.5, "status": "MEASURED", "measured_peak_bytes": 9, "measured_backend": "inductor"}
+    rows = [{"method": "eager", "share": None, "status": "MEASURED", "measured_peak_bytes": 10}, compiled]
+    named = ["--backend", "inductor"]
+
+    def missing(rows: list[dict[str, Any]], *arguments: str) -> list[str]:
+        return [cell.method for cell in session(tmp_path, rows, *arguments).missing("net")]
+
+    assert missing(rows, *named) == [] and missing(rows) == ["compile"]
+    failed = {**compiled, "status": "FAILED", "measured_backend": "inductor"}
+    assert missing([rows[0], failed], *named) == [] and missing([rows[0], failed]) == ["compile"]
+    old = {name: entry for name, entry in compiled.items() if name != "measured_backend"}
+    assert missing([rows[0], old]) == [] and missing([rows[0], old], *named) == ["compile"]
+    assert missing(rows, *named, "--deterministic") == ["eager", "compile"]
+    same = [{**row, "deterministic": True} for row in rows]
+    assert missing(same, *named, "--deterministic") == [] and missing(same, *named) == ["eager", "compile"]
+
+
+def test_rows_of_another_torch_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    row = {"graph": step_name("unet", TINY["unet"]), "device": "cpu", "method": "eager", "share": None, "status": "MEASURED"}
+    row |= {"reason": None, "measured_peak_bytes": 10}
+    for version, said in (("1.0", "1 rows in"), (provenance()["versions"]["torch"], "")):
+        write_rows(str(tmp_path / "rows.jsonl"), [{**row, "versions": {"torch": version}}])
+        assert check(tmp_path, "--only", "unet", "--method", "eager")[0] == 0
+        told = " ".join(capsys.readouterr().err.split())
+        assert told.startswith(said) and ("are of torch 1.0 and are not made again" in told) == bool(said)
+
+
+def stopped(graph: Graph, budget_bytes: int, **options: Any) -> Plan:
+    """What ``solve_halves`` returns on Ctrl-C."""
+    plan = Plan.of(graph, budget_bytes, None, method="none", wall_s=0.0)
+    return replace(plan, notes={"stopped": "interrupted"})
+
+
+def test_what_ctrl_c_leaves_of_a_plan_is_neither_a_row_nor_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--only", "unet", "--budget", "0.7"]
+    plans = tmp_path / "plans"
+    assert main(["--small", *arguments, "--make-graphs", str(plans)]) == 0
+    capsys.readouterr()
+    with monkeypatch.context() as patched:
+        patched.setattr(gpu_check, "solve_halves", stopped)
+        assert check(tmp_path, *arguments, *chosen("optimum", "checkpoint:1"))[0] == 130
+        assert [row["method"] for row in read_rows(tmp_path / "rows.jsonl")] == ["eager"]
+        assert "gpu_check: interrupted; the same command goes on from here" in capsys.readouterr().err
+        assert main(["--small", *arguments, "--make-plans", str(plans)]) == 130
+    assert [path.suffixes for path in plans.iterdir()] == [[".graph", ".json"]]
+
+
+def test_what_ctrl_c_leaves_of_a_compiled_step_is_no_row() -> None:
+    """The backend makes do with the best plan until then, and the compiler says nothing of it."""
+    step = roofline(capture(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), torch.randn(64, 8), loss=lambda out: out.square().mean()))
+    plain = Trial(1000, 10**6, None, 0.0, 0.0)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def compiled(*_: object) -> Trial:
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        return plain
+
+    asked: Any = {"backend": "aot_eager", "ratios": 5, "steps": 0, "matched": set(), "rivals": {"compile": 10**6}}
+    bench = cast(Any, SimpleNamespace(plain=plain, compiled=compiled))
+    work = gpu_check.Workload("net", step, bench, cast(Any, None), **asked, left_s=lambda: 60.0, log=print)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            work.row(gpu_check.Cell("optimum=compile", None))
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_plans_in_a_folder_are_those_of_the_budget_and_not_interrupted(tmp_path: Path) -> None:
+    step = roofline(capture(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), torch.randn(64, 8), loss=lambda out: out.square().mean()))
+    budget_bytes = budget_of(step.graph, 0.9)
+    whole = solve_halves(step.graph, budget_bytes)
+    assert plan_file(tmp_path, "net", 0.9).name == "net-0900.plan.json" != plan_file(tmp_path, "net", 0.8996).name
+    path = plan_file(tmp_path, "net", 0.9)
+    known: list[tuple[Plan, str | None]] = [
+        (whole, None),
+        (replace(whole, budget_bytes=budget_bytes + 1), f"was made for {budget_bytes + 1:,} bytes, not for {budget_bytes:,}"),
+        (replace(whole, notes={"stopped": "interrupted"}), "until its search was interrupted"),
+    ]
+    for plan, said in known:
+        plan.save(path)
+        assert gpu_check._fits(path, step.graph, 0.9) == (said is None)
+        with contextlib.nullcontext() if said is None else pytest.raises(GraphMismatch, match=said):
+            assert gpu_check.Plans(step, "net", [0.9], folder=tmp_path, pool=None)[0.9].schedule == whole.schedule
+
+
+@pytest.mark.parametrize(
+    ("target", "tried"),
+    [(0.97, [0.5, 0.25, 0.75, 0.875, 0.9375]), (0.2, [0.5, 0.25, 0.75, 0.125, 0.1875]), (0.6, [0.5, 0.25, 0.75, 0.625, 0.5625])],
+)
+def test_ratios_are_looked_for_up_to_all_and_down_to_nothing(target: float, tried: list[float]) -> None:
+    """Nothing above 0.75 or below 0.25 was ever tried. Here the peak of a ratio is that share of what the plan takes at 1."""
+    import torch._functorch.config as functorch
+
+    step = roofline(capture(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), torch.randn(64, 8), loss=lambda out: out.square().mean()))
+    plain = Trial(1000, 10**6, None, 0.0, 0.0)
+    ratios: list[float] = []
+
+    def compiled(backend: str) -> Trial:
+        ratios.append(functorch.activation_memory_budget)
+        return replace(plain, peak_bytes=int(ratios[-1] * 10**6), time_ns=2000 - int(1000 * ratios[-1]))
+
+    asked: Any = {"backend": "aot_eager", "ratios": 5, "steps": 0, "matched": set(), "rivals": {}}
+    bench = cast(Any, SimpleNamespace(plain=plain, compiled=compiled))
+    work = gpu_check.Workload("net", step, bench, cast(Any, None), **asked, left_s=lambda: 60.0, log=print)
+    work._peaks[0.5] = int(target * 10**6)
+    row = work.row(gpu_check.Cell("compile", 0.5))
+    assert ratios == tried and row["measured_backend"] == "aot_eager"
+    fitting = [ratio for ratio in tried if ratio <= target]
+    assert row["status"] == ("MEASURED" if fitting else "UNKNOWN") and row.get("measured_ratio") == max(fitting, default=None)
 
 
 @pytest.mark.parametrize("name", LARGE)
