@@ -61,6 +61,8 @@ DEVICES: Mapping[str, DeviceDescription] = {
     "h100": _gpu("H100", "H100", 3350, float32=67, float64=67, tf32=494.7, float16=989.4, bfloat16=989.4),
     "h100_pcie": _gpu("H100 PCIe", "H100 PCIe", 2000, float32=51, float64=51, tf32=378, float16=756, bfloat16=756),
     "h200": _gpu("H200", "H200", 4800, float32=67, float64=67, tf32=494.7, float16=989.4, bfloat16=989.4),
+    "l40s": _gpu("L40S", "L40S", 864, float32=91.6, float64=1.43, tf32=183, float16=362, bfloat16=362),
+    "b200": _gpu("B200", "B200", 8000, float32=80, float64=40, tf32=1100, float16=2250, bfloat16=2250),
 }
 
 

@@ -21,7 +21,7 @@ def step_graph(name: str) -> Graph:
     """The training step of a workload, whose name may have sizes ("gpt2-depth96"), with the roofline's costs."""
     from graphs.workloads import build  # torch takes time to load, and some do without
 
-    return graph_of(name, build(name))
+    return graph_of(name, build(name, device="meta"))
 
 
 def graph_of(name: str, built: Built) -> Graph:

@@ -148,6 +148,8 @@ def test_an_unknown_device_is_refused() -> None:
     ("name", "expected"),
     [
         ("NVIDIA H200", "h200"),
+        ("NVIDIA L40S", "l40s"),
+        ("NVIDIA B200", "b200"),
         ("NVIDIA A100-SXM4-80GB", "a100"),
         ("NVIDIA A100-SXM4-40GB", "a100_40gb"),
         ("Tesla V100-SXM2-16GB", "v100"),
