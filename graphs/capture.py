@@ -38,7 +38,7 @@ from graphs.tracing.inputs import (
     plain,
     splitter,
 )
-from graphs.tracing.memoryless import as_on_cpu, is_on_meta, runs
+from graphs.tracing.memoryless import as_on_cpu, check_constant, explained, is_on_meta, runs
 from graphs.tracing.refusals import written_late
 from graphs.tracing.trace import trace
 from graphs.watching.fingerprint import Fingerprint
@@ -226,8 +226,10 @@ def capture(
     if (why := refusal_to_capture()) is not None:
         raise CaptureError(f"{type(model).__name__} cannot be captured here: {why}")
     name = type(model).__name__ if name is None else name
+    beside: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if is_on_meta(model):
-        model, loss, inputs = as_on_cpu(model, loss, inputs, device)
+        model, loss, inputs = as_on_cpu(model, loss, inputs, device, gradient_hooks=gradient_hooks)
+        device, beside = None if str(device) == "meta" else device, explained()
     state = state_of(model, loss, gradient_hooks=gradient_hooks)
     where = device_of(model, state, device)
     given = plain(own_example(model, with_labels=loss is None) if inputs is None else inputs)
@@ -238,7 +240,7 @@ def capture(
 
     body = Body(model, loss, splitter(loss, given))
     surroundings = Surroundings(model, loss)
-    with ONE_TRACE_AT_A_TIME:
+    with ONE_TRACE_AT_A_TIME, beside:
         joint, watch, leftovers, alone = trace(name, body, state, leaves, form.spec, where, autocast)
     form = replace(form, alone=alone)
     if (why := given_twice(form, leaves)) is not None:
@@ -251,6 +253,7 @@ def capture(
     parameters = {key for key, _ in model.named_parameters() if key not in changed}
     sources, tensors = _sources(joint, state, parameters, leaves, form)
     for node, tensor in lift_constants(joint.module):
+        check_constant(name, tensor)
         sources.append(Source("constant", node.name))
         tensors.append(tensor)
     surroundings.settle(

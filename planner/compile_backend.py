@@ -186,6 +186,8 @@ def _partition(
     """Forward and backward of a joint graph, by a plan for it; for a compiler that fuses them, or to run as they are."""
     devices = {t.device for node in module.graph.find_nodes(op="placeholder") for t in tensors_of(node)}
     device = min(devices, key=lambda d: (d.type == "cpu", str(d)), default=torch.device("cpu"))
+    if device.type not in ("cpu", "cuda"):
+        raise CaptureError(f"compiled_graph: it is on the device {device.type}, and plans are for cpu and cuda")
     options = dict(options)
     step = with_costs(numbered("compiled_graph", module, device), str(options.pop("costs", "auto")))
     outputs: list[Any] = [*outputs_of(module.graph)]

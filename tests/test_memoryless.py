@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo.exc import BackendCompilerFailed
 
 import graphs.workloads as workloads
 from graphs.capture import bind, capture
@@ -94,6 +96,72 @@ def test_a_plan_is_made_kept_and_used_where_the_weights_are(inputs: str, tmp_pat
     torch.testing.assert_close(found, [parameter.grad for parameter in twin.parameters()], rtol=0, atol=0)
 
 
+class Holding(nn.Linear):
+    """Holds something that is neither parameter nor buffer."""
+
+    def __init__(self, held: Any) -> None:
+        super().__init__(16, 4, device="meta")
+        self.held = held
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (self.held(x) if callable(self.held) else self.held)
+
+
+def tensor_on_meta() -> Any:
+    return torch.ones(4, device="meta")
+
+
+def scalar_on_meta() -> Any:
+    return torch.ones((), device="meta")
+
+
+def hidden_teacher() -> Any:
+    teacher = nn.Linear(16, 4, device="meta").requires_grad_(False)
+    return lambda x: teacher(x.to("meta")).to(x.device)
+
+
+@pytest.mark.parametrize("held", [tensor_on_meta, scalar_on_meta, hidden_teacher])
+def test_what_has_no_data_and_is_no_part_of_the_model_is_refused(held: Callable[[], Any]) -> None:
+    """It would count for nothing, and what is made of it too."""
+    with pytest.raises(CaptureError, match="meta device"):
+        capture(Holding(held()), BATCH, loss=nn.CrossEntropyLoss())
+
+
+@pytest.mark.parametrize("model", ["on meta", "with its data"])
+def test_losses_reach_no_data_elsewhere(model: str) -> None:
+    mine = nn.Linear(16, 4, device="meta" if model == "on meta" else "cpu")
+    teacher = nn.Linear(16, 4, device="meta").requires_grad_(False)
+
+    def distance(out: Tensor, x: Tensor) -> Tensor:
+        return (out - teacher(x.to("meta")).to("cpu")).square().mean()
+
+    with pytest.raises(CaptureError, match=r"a tensor of shape .* on the meta device that is neither"):
+        capture(mine, (BATCH[0], BATCH[0]), loss=distance)
+    if model == "on meta":
+        with pytest.raises(CaptureError, match="refer to the model itself do not reach the copy"):
+            capture(mine, BATCH[0], loss=lambda out: out.mean() + mine.weight.norm())
+    with torch.device("meta"):
+        weighted = nn.CrossEntropyLoss(weight=torch.ones(4))
+    with pytest.raises(CaptureError, match="meta"):
+        capture(mine, BATCH, loss=weighted)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+def test_what_is_held_for_nothing_is_no_matter() -> None:
+    """As the weight that a hook makes anew before each call."""
+    with torch.device("meta"):
+        normed = nn.utils.weight_norm(nn.Linear(16, 4))
+    step = capture(normed, BATCH, loss=nn.CrossEntropyLoss())
+    real = capture(nn.utils.weight_norm(nn.Linear(16, 4)), BATCH, loss=nn.CrossEntropyLoss())
+    assert step.graph.fingerprint() == real.graph.fingerprint()
+
+
+def test_the_compiler_refuses_meta() -> None:
+    model = nn.Sequential(nn.Linear(16, 4, device="meta"))
+    with pytest.raises(BackendCompilerFailed, match="plans are for cpu and cuda"):
+        torch.compile(model, backend="belady", options={"budget": 0.9})(BATCH[0].to("meta"))
+
+
 def test_ops_may_be_timed_all_the_same(tmp_path: Path) -> None:
     """Each is given tensors made up for it."""
     step = measured(capture(on_meta(), BATCH, loss=nn.CrossEntropyLoss()), cache_dir=tmp_path, repeats=1)
@@ -123,20 +191,21 @@ def test_what_cannot_be_is_said() -> None:
     model.lock = threading.Lock()
     with pytest.raises(CaptureError, match=r"is on the meta device, and cannot be copied to be captured: .*lock"):
         capture(model, BATCH, loss=nn.CrossEntropyLoss())
-    model = on_meta()
-    model.constant = torch.ones(7, device="meta")
-    with pytest.raises(CaptureError, match=r"tensor of shape \(7,\) that is neither parameter nor buffer; make it a buffer"):
-        capture(model, BATCH, loss=nn.CrossEntropyLoss())
-    model.constant = torch.ones(7)  # this one needs not be copied
-    capture(model, BATCH, loss=nn.CrossEntropyLoss())
     with pytest.raises(CaptureError, match=r"inputs\[0\] is on the meta device, and the model is not"):
         capture(Net(), (BATCH[0].to("meta"), BATCH[1]), loss=nn.CrossEntropyLoss())
-    with pytest.raises(CaptureError, match=r"the loss has a tensor of its own there, .* make it on the CPU"):
-        capture(model, BATCH, loss=nn.CrossEntropyLoss(weight=torch.ones(4, device="meta")))
     with torch.device("meta"):
         lazy = nn.Sequential(nn.LazyLinear(4))
     with pytest.raises(CaptureError, match="has no shape yet"):
         capture(lazy, BATCH, loss=nn.CrossEntropyLoss())
+    model = on_meta()
+    with torch.device("meta"), pytest.raises(CaptureError, match="while meta is the default device"):
+        capture(model, BATCH, loss=nn.CrossEntropyLoss())
+    model.out.weight.register_hook(lambda gradient: gradient)
+    with pytest.raises(CaptureError, match=r"out.weight has a gradient hook"):
+        capture(model, BATCH, loss=nn.CrossEntropyLoss())
+    capture(model, BATCH, loss=nn.CrossEntropyLoss(), gradient_hooks=True)
+    with pytest.raises(CaptureError, match="there is no device 'banana'"):
+        capture(on_meta(), BATCH, loss=nn.CrossEntropyLoss(), device="banana")
     with pytest.raises(CaptureError, match=r"is spread over several devices \(a on cpu, b on meta\)"):
         device_of(model, {"a": torch.ones(1), "b": torch.ones(1, device="meta")}, None)
 

@@ -44,11 +44,8 @@ def state_of(model: nn.Module, loss: Loss | None, *, gradient_hooks: bool = Fals
     state |= {name: buffer for name, buffer in model.named_buffers() if id(buffer) not in parameters}
     for name, tensor in state.items():
         check_tensor(name, tensor)
-        if not gradient_hooks and (tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None)):
-            raise CaptureError(
-                f"{name} has a gradient hook, which a captured step would not call; remove it (a planned module calls those that "
-                f"are set once it is there)"
-            )
+        if not gradient_hooks:
+            check_hooks(name, tensor)
     if not any(tensor.requires_grad for tensor in state.values()):
         raise CaptureError(f"no parameter of {who} requires a gradient, so there is nothing to train")
     if isinstance(loss, nn.Module):
@@ -56,6 +53,15 @@ def state_of(model: nn.Module, loss: Loss | None, *, gradient_hooks: bool = Fals
         if any(p.requires_grad and id(p) not in own for p in loss.parameters()):
             raise CaptureError(f"the loss {type(loss).__name__} has parameters of its own; make it a part of the model")
     return state
+
+
+def check_hooks(name: str, tensor: Tensor) -> None:
+    """Raises CaptureError for a parameter with hooks."""
+    if tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
+        raise CaptureError(
+            f"{name} has a gradient hook, which a captured step would not call; remove it (a planned module calls those that are "
+            f"set once it is there)"
+        )
 
 
 def device_of(model: nn.Module, state: Mapping[str, Tensor], device: torch.device | str | None) -> torch.device:
