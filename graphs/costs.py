@@ -22,7 +22,7 @@ from graphs.devices import DEVICES, DeviceDescription, device_called
 from graphs.errors import InputError, a_kind
 from graphs.rewriting.nodes import attribute, calls_in, subgraphs_of, tensors_of
 from graphs.torch_private.names import OpOverload
-from graphs.torch_private.tensors import storage_bytes, storage_key
+from graphs.torch_private.tensors import storage_key
 
 if TYPE_CHECKING:
     from graphs.capture import Step
@@ -231,7 +231,7 @@ def moved_bytes(node: fx.Node) -> int:
     A gather reads from its source as many bytes as it writes. What a kernel holds inside is not counted.
     """
     name = _packet(node)
-    written = 0 if name in _UNWRITTEN else sum({storage_key(t): storage_bytes(t) for t in tensors_of(node)}.values())
+    written = 0 if name in _UNWRITTEN else _distinct_bytes(tensors_of(node))
     sources = list(node.all_input_nodes)
     read = 0
     if sources and name in _GATHERS:

@@ -248,3 +248,18 @@ def test_devices_are_known_by_their_names(name: str, key: str | None) -> None:
 def test_the_roofline_is_for_steps() -> None:
     with pytest.raises(InputError, match=r"roofline takes a captured Step, as .* not a Linear"):
         roofline(nn.Linear(2, 2))  # type: ignore[arg-type]
+
+
+def test_times_do_not_depend_on_what_was_captured_before() -> None:
+    """Results that fake tensors remember may lie in less memory than those of the first call."""
+
+    class Filtered(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(16, 16, dtype=torch.cfloat))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.fft.irfft(torch.fft.rfft(x @ self.weight.real) * self.weight[0, :9]).abs().square().mean()
+
+    first, second = (roofline(capture(Filtered(), torch.randn(8, 6, 16))).graph for _ in range(2))
+    assert first.ops == second.ops and first.fingerprint() == second.fingerprint()
