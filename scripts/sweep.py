@@ -343,10 +343,10 @@ def _serve(line: Connection, graphs: dict[str, Graph]) -> None:
         ended = True
         signal.default_int_handler(number, frame)  # methods put their house in order when they are interrupted
 
-    signal.signal(signal.SIGTERM, end)
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)  # what solvers print
     try:
+        signal.signal(signal.SIGTERM, end)  # within, as it may come at once
         while True:
             cell = line.recv()
             line.send(row_of(graphs[cell.fingerprint], cell))
