@@ -59,6 +59,9 @@ def build(
     where = _device(device)
     with _seeded(seed), where if where.type == "meta" else contextlib.nullcontext():
         model, inputs, loss = _BUILDERS[plain](**sizes)
+        tie_weights = getattr(model, "tie_weights", None)
+        if where.type == "meta" and callable(tie_weights):  # transformers 5.0 does not, there
+            tie_weights()
     return model.train().to(where), _moved(inputs, where), loss
 
 
