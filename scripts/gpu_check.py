@@ -22,7 +22,6 @@ import functools
 import gc
 import importlib.util
 import itertools
-import math
 import os
 import re
 import signal
@@ -45,7 +44,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from graphs.errors import BeladyError, BudgetExceeded, GraphMismatch, InfeasibleBudget, InputError, NoScheduleFound
 from graphs.ir import Graph
 from graphs.serialize import load_graph, save_graph
-from planner.plan import solve_halves
+from planner.plan import check_options, solve_halves
 from planner.result import Plan, Status, load_plan
 from planner.schedule import keep_all
 from planner.simulate import simulate
@@ -93,7 +92,6 @@ BACKEND = "aot_eager_decomp_partition"
 ENTRIES = ("graph", "device", "method", "share", "status", "reason")  # of every row
 FIRST_RATIOS = (0.5, 0.25, 0.75)  # of the compiler's memory budget, measured for every workload
 PLAN_S = 15.0  # solving one budget
-MOST_SECONDS = 10_000_000  # as for a solver
 _GPU_TEST = re.compile(r"^\s*@pytest\.mark\.gpu", re.MULTILINE)
 TESTS_SHARE = 0.25  # of the time, at most, for the tests
 TEST_PROCESSES = 12  # of them at once; each takes some hundred MB of the device for itself
@@ -805,12 +803,10 @@ def _some(text: str) -> int:
 
 def _seconds(text: str) -> float:
     try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not 0 <= seconds <= MOST_SECONDS:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds from 0 to {MOST_SECONDS:,}")
-    return seconds
+        check_options({"time_limit_s": float(text)})
+    except ValueError as error:  # InputError is one
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds from 0 to 10,000,000") from error
+    return float(text)
 
 
 def _share(text: str) -> float:
