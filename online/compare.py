@@ -331,7 +331,7 @@ def compare(
             measured: dict[str, Trial] = {}
             parts = tuple(map(split, runs)) if splits else ()
             blocks.append(Block(budget_bytes, plan, tuple(runs), measured, parts))
-            if interrupted := plan.notes.get("stopped") == "interrupted":
+            if interrupted := plan.interrupted:
                 break
             if trials is not None and plan.schedule is not None and "halves" not in plan.notes:
                 say(f"executing the plan for {where}")

@@ -276,7 +276,7 @@ def _planned(joint: _Joint, budget: int | float | str, options: Mapping[str, Any
     places = tuple(tuple(joint.values(nodes)) for nodes in (joint.forward, joint.primals, joint.tangents))
     key = (*structure, *places, repr(budget), repr(sorted(options.items())))
     found = _known.get(key) or _found(joint, budget, options)
-    if found.plan.notes.get("stopped") != "interrupted":
+    if not found.plan.interrupted:
         while len(_known) >= _REMEMBERED and key not in _known:
             del _known[next(iter(_known))]
         _known[key] = found
@@ -321,7 +321,7 @@ def _fitting(joint: _Joint, budget_bytes: int, options: Mapping[str, Any]) -> _P
             schedule, peak_bytes, needed_bytes = _with_copies(joint, found)
             if peak_bytes <= budget_bytes:
                 return _Planned(found, schedule, peak_bytes, budget_bytes)
-            if found.notes.get("stopped") == "interrupted":
+            if found.interrupted:
                 raise KeyboardInterrupt  # what was found until then does not fit, and who stops a search wants no other one
             assert needed_bytes > copied_bytes, "there was room for as many copies"
             copied_bytes = needed_bytes

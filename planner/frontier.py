@@ -90,7 +90,7 @@ def plans(
             one = within(time_limit_s=0.0)
         if interrupted and one.notes.get("stopped") == "time limit":
             one = replace(one, notes={**one.notes, "stopped": "interrupted"})
-        interrupted = interrupted or one.notes.get("stopped") == "interrupted"
+        interrupted = interrupted or one.interrupted
         one = _cheaper(one, best, gap)
         best = one.schedule or best
         found[budget_bytes] = one
@@ -219,7 +219,7 @@ def min_budget(
                 missed = middle
                 if found.status is Status.INFEASIBLE:
                     prove(middle + 1)
-            interrupted = found.notes.get("stopped") == "interrupted"
+            interrupted = found.interrupted
     except KeyboardInterrupt:
         interrupted = True
     return MinBudget(works, schedule, proved, interrupted)

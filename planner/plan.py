@@ -118,7 +118,7 @@ def plan_halves(
     if found.status is Status.INFEASIBLE:
         raise infeasible(graph, budget_bytes, found, time_limit_s=time_limit_s - found.wall_s, copied_bytes=copied_bytes)
     if found.status is Status.UNKNOWN:
-        interrupted = found.notes.get("stopped") == "interrupted"
+        interrupted = found.interrupted
         more_s = 0.0 if interrupted else (1 + MESSAGE_SHARE) * time_limit_s - found.wall_s
         works_bytes = _smallest(graph, more_s, copied_bytes)[0]
         raise NoScheduleFound(
@@ -199,7 +199,7 @@ def solve_halves(
                   one piece
     """
     found = solve(graph, budget_bytes, method=method, gap=gap, time_limit_s=time_limit_s, **options)
-    if copied_bytes is None or found.schedule is None or found.notes.get("stopped") == "interrupted":
+    if copied_bytes is None or found.schedule is None or found.interrupted:
         return found
     schedule, needs_bytes = in_halves(graph, found.schedule, copied_bytes)
     notes, wall_s = found.notes, found.wall_s
@@ -218,7 +218,7 @@ def solve_halves(
         notes = {**(found if again.schedule is None else again).notes, "one_piece_time_ns": found.time_ns}
         if not fitting:
             began = now_s()
-            interrupted = again.notes.get("stopped") == "interrupted"
+            interrupted = again.interrupted
             enough_bytes, smallest = _smallest(graph, 0.0 if interrupted else time_limit_s / 4, copied_bytes)
             wall_s += now_s() - began
             if enough_bytes > budget_bytes or method != METHOD:  # a published method's plan is what that method finds

@@ -118,6 +118,11 @@ class Plan:
         return in_a_line("Plan", self, f"{self.status} by {self.method}", self.schedule, *([proved] if proved else []))
 
     @property
+    def interrupted(self) -> bool:
+        """Whether Ctrl-C ended the search, so that this is the best until then."""
+        return self.notes.get("stopped") == "interrupted"
+
+    @property
     def overhead(self) -> float | None:
         """Time / keep-all time - 1; None without a schedule or where the graph takes no time."""
         base = self.graph.keep_all_time_ns

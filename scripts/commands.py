@@ -90,7 +90,7 @@ def plan_command(arguments: argparse.Namespace) -> int:
             progress=line_of(f"{arguments.method} in {format_bytes(budget_bytes)}", graph, status),
             **solver_options(arguments),
         )
-        row, interrupted = plan.row(), plan.notes.get("stopped") == "interrupted"
+        row, interrupted = plan.row(), plan.interrupted
         unwritten: list[InputError] = []
         save_plan(plan, arguments.out, unwritten)
         if plan.schedule is not None and arguments.execute and "halves" not in plan.notes and not interrupted:

@@ -201,7 +201,7 @@ def _made(path: Path, graph: Graph | Step, budget_bytes: int) -> Plan:
     plan = load_plan(path, graph)
     if plan.budget_bytes != budget_bytes:
         raise GraphMismatch(f"{path} was made for {plan.budget_bytes:,} bytes, not for {budget_bytes:,}")
-    if plan.notes.get("stopped") == "interrupted":
+    if plan.interrupted:
         raise GraphMismatch(f"{path} is the best until its search was interrupted; make it again with --make-plans")
     return plan
 

@@ -44,7 +44,7 @@ def provenance() -> dict[str, Any]:
 
 def finished(plan: Plan) -> Plan:
     """The plan. Raises KeyboardInterrupt where Ctrl-C ended its search: the best until then is no row of a benchmark."""
-    if plan.notes.get("stopped") == "interrupted":
+    if plan.interrupted:
         raise KeyboardInterrupt
     return plan
 
