@@ -14,6 +14,7 @@ from graphs.rewriting.rewrites import (
     fuse_bernoulli,
     settle_draws,
 )
+from graphs.rewriting.unread import let_go_of_unread
 from graphs.torch_private.tensors import storage_key
 
 aten = torch.ops.aten
@@ -31,6 +32,7 @@ def settle(name: str, graph: fx.Graph) -> None:
     fold_conjugates(graph)
     choose_batch_norm(graph)
     drop_unread_statistics(graph)
+    let_go_of_unread(graph)
 
 
 # They write to running statistics, and no replacement in a trace makes these results.
