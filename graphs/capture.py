@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 
 from graphs.errors import CaptureError, InputError
 from graphs.ir import Graph
-from graphs.rewriting.nodes import outputs_of, tensors_of
+from graphs.rewriting.nodes import outputs_of, read_by_place, tensors_of
 from graphs.rewriting.numbering import Numbering
 from graphs.rewriting.rewrites import lift_constants, own_gradients, remove_dead
 from graphs.rewriting.settling import settle
@@ -182,7 +182,8 @@ class Step:
         placeholders = self.module.graph.find_nodes(op="placeholder")
         values = [self.value_of[node] for node in placeholders]
         wanted = [node.meta["val"] for node in placeholders]
-        return Binding(self.model, self.sources, self.constants, wanted, values, _changed(self.results))
+        fixed = {i: int(wanted[i].storage_offset()) for i in read_by_place(self.module.graph)}
+        return Binding(self.model, self.sources, self.constants, wanted, values, _changed(self.results), fixed)
 
 
 def capture(

@@ -283,6 +283,8 @@ class PlannedModule(nn.Module):
             raise InputError(f"{name} is the planned module's own; set that of the model on the model itself")
         if "_built" not in self.__dict__ or name in self.__dict__ or hasattr(type(self), name):
             super().__setattr__(name, value)
+            if name == "training" and "_built" in self.__dict__:
+                self._step.model.training = bool(value)
         elif self._is_a_note(name, value):
             self.__dict__[name] = value
         else:

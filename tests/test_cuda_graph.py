@@ -42,11 +42,11 @@ class HostRecorder:
     ) -> tuple[list[Tensor], Callable[[], object]]:
         self.captures += 1
         kept = list(given)
-        contents = [tensor.detach().clone() for tensor in given]
+        contents = [tensor.untyped_storage().clone() for tensor in given]
         states = [generator.get_state() for generator in generators]
         made = run(given)
         for tensor, content in zip(kept, contents, strict=True):  # a capture runs nothing
-            tensor.data.copy_(content)
+            tensor.untyped_storage().copy_(content)
         for generator, state in zip(generators, states, strict=True):
             generator.set_state(state)
         places = list(made)
@@ -273,6 +273,123 @@ def test_static_inputs_are_used_where_they_are() -> None:
         place.copy_(content)
     assert torch.equal(module(*static), module(x2, y2))
     assert all(a is b for a, b in zip(static, module.static_inputs, strict=True))
+
+
+def graphed_alone(model: nn.Module, x: Tensor) -> GraphedModule:
+    """Of a model that returns its loss."""
+    step = roofline(capture(model, x))
+    found = plan(step, 1.0)
+    assert found.schedule is not None
+    return GraphedModule(step, found.schedule, found.budget_bytes, recorder=HostRecorder())
+
+
+class Squares(nn.Module):
+    def __init__(self, width: int, inner: Callable[[Tensor], Tensor] = Tensor.sigmoid) -> None:
+        super().__init__()
+        self.lin = nn.Linear(width, 4)
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss: Tensor = (self.lin(self.inner(x)) * x.sum()).square().mean()
+        return loss
+
+
+@pytest.mark.parametrize(
+    ("x", "width", "inner"),
+    [
+        (torch.linspace(-1, 1, 301 * 64).view(301, 64)[:, :37], 37, Tensor.sigmoid),
+        (torch.linspace(-1, 1, 8).expand(64, 8), 8, Tensor.sigmoid),
+        (torch.linspace(-1, 1, 32).view(4, 8)[:, :5], 4, lambda x: x.as_strided((3, 4), (8, 1))),
+        (torch.linspace(-1, 1, 32).view(4, 8)[:, :5], 5, lambda x: x.as_strided((3, 5), (8, 1)) + x.as_strided((1,), (1,), 7)),
+    ],
+)
+def test_static_inputs_are_laid_out_as_the_captured_ones(x: Tensor, width: int, inner: Callable[[Tensor], Tensor]) -> None:
+    """With gaps, which a view may read, or expanded, at no more bytes."""
+    model = Squares(width, inner)
+    twin = copy.deepcopy(model)
+    module = graphed_alone(model, x)
+    others = torch.cat((torch.linspace(2, 3, 7), torch.linspace(3, 5, x.untyped_storage().nbytes() // 4)))
+    again = others[7:].as_strided(x.shape, x.stride(), 0 if inner is not Tensor.sigmoid else 7)
+    for batch in (x, again, x):
+        module(batch).backward()
+        twin(batch).backward()
+        assert torch.equal(module(batch), twin(batch))
+    assert_same(state(model), state(twin))
+    (static,) = module.static_inputs
+    assert static.stride() == x.stride() and static.untyped_storage().nbytes() <= x.untyped_storage().nbytes()
+    assert torch.equal(module(static), twin(x))
+
+
+def test_an_input_read_by_its_place_in_its_storage_is_refused() -> None:
+    x = torch.randn(40)[3:].view(37, 1)[:30].view(5, 6)
+    model = Squares(6, lambda x: x.as_strided((5, 6), (6, 1), x.storage_offset() + 1))
+    with pytest.raises(InputError, match=r"reads inputs by its place in its storage \(as_strided\), .* without cuda_graph"):
+        graphed_alone(model, x)
+
+
+def renewed(model: nn.Module, way: str) -> None:
+    """Other parameters in the same memory."""
+    if way == "assigned":
+        model.load_state_dict(model.state_dict(), assign=True)
+    elif way == "of the data":
+        for part in model.modules():
+            for name, parameter in list(part._parameters.items()):
+                if parameter is not None:
+                    setattr(part, name, nn.Parameter(parameter.data))
+    else:  # with their gradients, as ``to`` has it where parameters are overwritten
+        for part in model.modules():
+            for name, parameter in list(part._parameters.items()):
+                if parameter is not None:
+                    other = nn.Parameter(parameter.data)
+                    other.grad = parameter.grad
+                    setattr(part, name, other)
+
+
+@pytest.mark.parametrize("way", ["assigned", "of the data", "with their gradients"])
+def test_gradients_of_renewed_parameters_add_up(way: str) -> None:
+    """They lie where the old ones did, and the graphs write to the memory of gradients all the same."""
+    torch.manual_seed(0)
+    plain = Net(p=0.0)
+    model = copy.deepcopy(plain)
+    module, recorder = graphed(model)
+    data = list(batches(3))
+    for i, batch in enumerate(data):
+        for part, call in ((plain, plain), (model, module)):
+            call(*batch).backward()
+            if not i:
+                renewed(part, way)
+    assert_same(state(model), state(plain))
+    assert recorder.captures == 4
+
+
+def test_a_renewed_parameter_changed_between_call_and_backward_is_noticed() -> None:
+    module, _ = graphed(Net(p=0.0))
+    batch = next(batches(1))
+    module(*batch).backward()
+    renewed(module.step.model, "of the data")
+    loss = module(*batch)
+    with torch.no_grad():
+        module.step.model.lins[1].weight.mul_(2)
+    with pytest.raises(InputError, match=r"lins\.1\.weight was changed in place after the forward"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_call_in_inference_mode_leaves_others_as_they_are(first: bool) -> None:
+    """What is recorded in it, and gradients that are moved in it, are no tensors of it."""
+    torch.manual_seed(0)
+    plain = Net(p=0.0)
+    module, _ = graphed(copy.deepcopy(plain))
+    batch = next(batches(1))
+    if not first:
+        for each in (plain, module):
+            each(*batch).backward()
+    with torch.inference_mode():
+        assert torch.equal(module(*batch), plain(*batch))
+    for _ in range(2):
+        for each in (plain, module):
+            each(*batch).backward()
+    assert_same(state(module.step.model), state(plain))
 
 
 def test_without_gradients_and_in_evaluation() -> None:

@@ -7,6 +7,7 @@ import copy
 import enum
 import functools
 import gc
+import itertools
 import pickle
 import random
 import threading
@@ -37,6 +38,7 @@ from planner.execute import PlannedModule, PlannedStep, StepResult, lower, run_s
 from planner.execution.draws import drawn, generator_state, repeat_draw, undone_on_failure
 from planner.execution.halves import copied_bytes
 from planner.execution.statistics import updates_with_room
+from planner.execution.undo import Undo
 from planner.measure import StorageMeter, measure, resident_before_backward
 from planner.plan import plan as plan_of
 from planner.plan import with_costs
@@ -1503,6 +1505,87 @@ def test_what_a_model_registers_has_its_name(name: str) -> None:
     module.step = torch.zeros(())
     assert model.step == 0
     replanning(x[:2]).backward()
+
+
+def squares(y: Tensor) -> Tensor:
+    return y.square().mean()
+
+
+@pytest.mark.parametrize("replan", [False, True])
+def test_an_input_may_have_other_strides_where_they_place_no_element_elsewhere(replan: bool) -> None:
+    """Kernels choose their memory format by such strides, and a view behind them does not fit then: images of one channel that
+    come with their channels last."""
+    model = nn.Sequential(nn.Conv2d(1, 8, 3), nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(8 * 16, 4))
+    twin = copy.deepcopy(model)
+    x = torch.randn(4, 8, 8, 1).permute(0, 3, 1, 2)
+    module = plan_of(model, 1.0, inputs=torch.randn(4, 1, 8, 8), loss=squares).module(replan=replan)
+    for batch in (x, x.clone(memory_format=torch.contiguous_format), x, x):
+        module(batch).backward()
+        squares(twin(batch.clone(memory_format=torch.contiguous_format))).backward()
+    for ours, plain in zip(model.parameters(), twin.parameters(), strict=True):
+        assert ours.grad is not None and plain.grad is not None and torch.equal(ours.grad, plain.grad)
+    assert getattr(module, "planned", 1) == 1
+
+
+def test_parameters_of_another_memory_format_are_noticed_by_their_strides() -> None:
+    model = nn.Sequential(nn.Conv2d(8, 8, 1), nn.Conv2d(8, 4, 1))
+    module = plan_of(model, 1.0, inputs=torch.randn(2, 8, 4, 4), loss=squares).module()
+    model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    with pytest.raises(InputError, match=r"0\.weight has strides \(8, 1, 8, 8\), .* with \(8, 1, 1, 1\), .* capture it again"):
+        module(torch.randn(2, 8, 4, 4))
+
+
+class ByPlace(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.as_strided((3, 4), (2, 1), x.storage_offset())).square().mean()
+
+
+class Strided(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.as_strided((3, 4), (2, 1))).square().mean()
+
+
+def test_what_is_read_by_its_place_in_a_storage_has_to_be_there() -> None:
+    data = torch.randn(3, 16)
+    model = ByPlace(4, 4)
+    module = plan_of(model, 1.0, inputs=data[1]).module()
+    assert torch.equal(module(data[1]), model(data[1]))
+    with pytest.raises(InputError, match=r"inputs begins at element 32 of its storage, but at 16 when .* \(as_strided\)"):
+        module(data[2])
+    strided = Strided(4, 4)
+    module = plan_of(strided, 1.0, inputs=data[1]).module()
+    for row in data:
+        assert torch.equal(module(row), strided(row))
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("at", range(1, 4))
+def test_an_exchange_of_contents_that_is_interrupted_is_taken_back(
+    at: int, inference: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in inference mode, where nobody counts writes."""
+    xor, calls = Tensor.bitwise_xor_, itertools.count(1)
+
+    def interrupted(a: Tensor, b: Tensor) -> Tensor:
+        if next(calls) == at:
+            raise KeyboardInterrupt
+        return xor(a, b)
+
+    monkeypatch.setattr(Tensor, "bitwise_xor_", interrupted)
+    buffer, undo = torch.arange(4.0), Undo(())
+    with torch.inference_mode(inference), torch.no_grad():
+        with pytest.raises(KeyboardInterrupt):
+            undo.exchange(buffer, torch.full((4,), 7.0))
+        monkeypatch.undo()
+        undo.undo()
+    assert torch.equal(buffer, torch.arange(4.0))
+
+
+def test_the_flag_of_training_is_the_models(mlp: Case) -> None:
+    model = copy.deepcopy(mlp.step.model)
+    module = plan_of(model, 1.0, inputs=mlp.inputs).module()
+    module.training = False
+    assert not model.training
 
 
 def test_what_libraries_note_about_the_module_stays_with_it(mlp: Case) -> None:

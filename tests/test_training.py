@@ -210,6 +210,31 @@ def test_planning_again_keeps_one_plan_per_shape_in_the_same_bytes(caplog: pytes
     same(module(*data[1][:-1]), model(*data[1][:-1]))
 
 
+def test_a_new_shape_in_another_region_of_autocast_is_refused() -> None:
+    """Planned for there, it would compute in that region's type for good."""
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
+    module = plan(model, 40_000, inputs=torch.randn(8, 16), loss=lambda y: y.square().mean()).module(replan=True)
+    x = torch.randn(12, 16)
+    with (
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        torch.no_grad(),
+        pytest.raises(InputError, match=r"captured outside of autocast, but is called under autocast of torch\.bfloat16"),
+    ):
+        module(x)
+    assert torch.equal(module(x), model(x).square().mean()) and module.planned == 2
+
+
+def test_named_inputs_come_in_any_order() -> None:
+    class Named(nn.Linear):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:  # type: ignore[override]
+            return (super().forward(x) - y).square().mean()
+
+    x, y = torch.randn(5, 4), torch.randn(5, 3)
+    model = Named(4, 3)
+    module = plan(model, 1.0, inputs={"x": x, "y": y}).module(replan=True)
+    assert torch.equal(module(y=y, x=x), model(x, y)) and module.planned == 1
+
+
 def test_hooks_of_parameters_are_called_whatever_the_shape() -> None:
     """They are set once the module is there; inputs of another shape are planned for all the same."""
     data = [batch for size in (256, 192, 256) for batch in batches(1, size)]

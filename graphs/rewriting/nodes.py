@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from graphs.torch_private.names import OpOverload, is_operator, tree_leaves
+from graphs.torch_private.tensors import storage_key
 
 
 def tensors_of(node: fx.Node) -> list[Tensor]:
@@ -35,6 +36,15 @@ def subgraphs_of(node: fx.Node) -> list[fx.GraphModule]:
 def calls_in(module: fx.GraphModule) -> list[fx.Node]:
     """Its calls of functions, in order."""
     return [node for node in module.graph.nodes if node.op == "call_function"]
+
+
+def read_by_place(graph: fx.Graph) -> list[int]:
+    """The indices of placeholders in whose storages something is read from a given place on, wherever they begin themselves."""
+    strided = graph.find_nodes(op="call_function", target=torch.ops.aten.as_strided.default)
+    places = [node for node in strided if (node.args[3:] or (node.kwargs.get("storage_offset"),))[0] is not None]
+    storages = {storage_key(t) for node in places for t in tensors_of(node)}
+    placeholders = graph.find_nodes(op="placeholder")
+    return [i for i, node in enumerate(placeholders) if any(storage_key(t) in storages for t in tensors_of(node))]
 
 
 def is_random(node: fx.Node) -> bool:

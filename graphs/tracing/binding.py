@@ -60,6 +60,28 @@ class _Want:
                 f"give it with the captured layout{', .contiguous()' if like.is_contiguous() else ''}"
             )
 
+    def check_memory_format(self, label: str, tensor: Tensor) -> None:
+        """Refuse what kernels take for channels last, or no more, by strides that place no element elsewhere."""
+        if tensor.stride() != self.strides and _channels_last(self.shape, tensor.stride()) != _channels_last(
+            self.shape, self.strides
+        ):
+            raise InputError(
+                f"{label} has strides {tensor.stride()}, but the step was captured with {self.strides}, and convolutions choose "
+                f"their memory format by them; capture it again"
+            )
+
+
+def _channels_last(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """What kernels ask of a layout (``is_channels_last_strides`` of PyTorch): strides of dimensions of one element count."""
+    if len(shape) not in (4, 5) or not strides[1]:
+        return False
+    least = 0
+    for d in (1, *range(len(shape) - 1, 1, -1), 0):
+        if not shape[d] or strides[d] < least or (d == 0 and least == strides[1]):
+            return False
+        least = strides[d] * shape[d]
+    return True
+
 
 def _same_layout(shape: Sequence[int], strides: Sequence[int], others: Sequence[int]) -> bool:
     """Whether two strides place the elements alike: strides of dimensions of one element do not count."""
@@ -73,6 +95,7 @@ class Binding:
     captured   the (fake) tensors of the placeholders
     values     their Values: two of one Value were one storage
     changed    names of the buffers that the step changes
+    fixed      for placeholders of which the step knows where they begin in their storages: these places
     """
 
     def __init__(
@@ -83,6 +106,7 @@ class Binding:
         captured: Sequence[Tensor],
         values: Sequence[int],
         changed: Set[str],
+        fixed: Mapping[int, int],
     ) -> None:
         self._sources = sources
         self._constants = constants
@@ -103,6 +127,8 @@ class Binding:
                 self._written.append((i, value))
             elif source.kind != "tangent" and (everywhere or source.kind != "parameter" or not source.trainable):
                 self._beside.append((i, value))
+        self._fixed = fixed
+        self._relaid: tuple[int, ...] = ()  # inputs bound last whose strides differ where there is one element only
         self._like_before = SameTensors()  # what was bound last and found right, the tangent aside
         self._tangent = next((i for i, source in enumerate(sources) if source.kind == "tangent"), None)
 
@@ -121,6 +147,7 @@ class Binding:
             self._wanted[self._tangent].check("tangent", bound[self._tangent])
         self._check_together(bound)
         self.check_apart(bound)
+        self._lay_out(bound)
         if detached:
             bound = [tensor if place is None else tensor.detach() for place, tensor in zip(self._places, bound, strict=True)]
         return bound
@@ -135,7 +162,13 @@ class Binding:
             self._check_together(bound)
         except InputError:
             return None
+        self._lay_out(bound)
         return bound
+
+    def _lay_out(self, bound: list[Tensor]) -> None:
+        """Give inputs the captured strides where theirs place the elements alike: kernels and views go by them."""
+        for i in self._relaid:
+            bound[i] = bound[i].as_strided(self._wanted[i].shape, self._wanted[i].strides)
 
     def _without_tangent(self, bound: list[Any]) -> list[Any]:
         at = self._tangent
@@ -158,6 +191,13 @@ class Binding:
             if storage_key(bound[i]) != storage_key(bound[j]):
                 names = f"{self._sources[i].name} and {self._sources[j].name}"
                 raise InputError(f"{names} shared their memory when the step was captured, and now do not; capture it again")
+        for i, offset in self._fixed.items():
+            if bound[i].storage_offset() != offset:
+                raise InputError(
+                    f"{self._sources[i].name} begins at element {bound[i].storage_offset()} of its storage, but at {offset} when "
+                    f"the step was captured, which reads it by its place there (as_strided); give one that begins at {offset}, "
+                    f"or leave the offset out"
+                )
 
     def check_apart(self, bound: Sequence[Tensor]) -> None:
         """Refuse that something lies in the memory of a buffer that changes, where it did not when the step was captured."""
@@ -182,7 +222,8 @@ class Binding:
 
     def _check_one_by_one(self, bound: list[Any]) -> None:
         """Refuse what differs from the captured step in a way the graph depends on."""
-        for source, want, tensor in zip(self._sources, self._wanted, bound, strict=True):
+        relaid: list[int] = []
+        for i, (source, want, tensor) in enumerate(zip(self._sources, self._wanted, bound, strict=True)):
             if isinstance(tensor, Tensor) and is_functorch_wrapped(tensor):
                 raise InputError(
                     f"{source.name or source.kind} belongs to a transform of torch.func (grad, jvp, vmap), in which a captured "
@@ -197,6 +238,11 @@ class Binding:
             elif source.kind == "input" and isinstance(tensor, Tensor) and tensor.requires_grad:
                 raise InputError(f"{source.name} requires a gradient, but inputs get none; give it detached")
             want.check(source.name or source.kind, tensor)
+            if source.kind in ("parameter", "buffer"):
+                want.check_memory_format(source.name, tensor)
+            elif source.kind == "input" and tensor.stride() != want.strides:
+                relaid.append(i)
+        self._relaid = tuple(relaid)
 
     def _check_tangents(self, bound: list[Any]) -> None:
         for source, tensor in zip(self._sources, bound, strict=True):

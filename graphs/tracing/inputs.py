@@ -82,13 +82,19 @@ def is_of(form: InputForm, inputs: tuple[Any, ...]) -> bool:
     return tree_flatten(inputs)[1] == form.spec
 
 
+def in_order(form: InputForm, inputs: Inputs) -> _Plain:
+    """Plain inputs; those of the captured names come in the captured order."""
+    given = plain(inputs)
+    if isinstance(given, dict) and form.names is not None and given.keys() == set(form.names):
+        return {key: given[key] for key in form.names}
+    return given
+
+
 def leaves_like(form: InputForm, inputs: Inputs) -> list[Any]:
     """Flat leaves of inputs that must have the captured form."""
-    given = plain(inputs)
-    if isinstance(given, dict) and form.names is not None:
-        if given.keys() != set(form.names):
-            raise InputError(f"the step was captured with the inputs {sorted(form.names)}, not {sorted(given)}")
-        given = {key: given[key] for key in form.names}
+    given = in_order(form, inputs)
+    if isinstance(given, dict) and form.names is not None and given.keys() != set(form.names):
+        raise InputError(f"the step was captured with the inputs {sorted(form.names)}, not {sorted(given)}")
     leaves, spec = tree_flatten(given)
     if spec != form.spec:
         labels = [f"inputs{keystr(path)}" for path, _ in tree_flatten_with_path(given)[0]]

@@ -8,6 +8,7 @@ call writes to again.
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, cast
@@ -15,11 +16,13 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
+from graphs.as_eager.layouts import extent
 from graphs.capture import Step
 from graphs.errors import InputError
+from graphs.rewriting.nodes import read_by_place
 from graphs.torch_private.running import end_failed_capture
 from graphs.torch_private.tensors import in_place, is_batched_gradient
-from planner.execute import Kept, PlannedModule, as_captured, unit_tangent
+from planner.execute import Kept, PlannedModule, as_captured, placeholders, unit_tangent
 from planner.execution.draws import repeats_by
 from planner.execution.graph_draws import GraphRepeats
 from planner.execution.undo import Undo
@@ -154,8 +157,8 @@ class GraphedModule(PlannedModule):
     """``PlannedModule`` with each half of the schedule captured once as a CUDA graph and replayed from then on.
 
     The first call runs the step once as usual, takes it back, and captures; so does the first one after a parameter or buffer
-    got other memory (``to``, a replaced parameter). The answers are those of the module without graphs, draws included. What
-    differs:
+    got other memory (``to``) or was replaced (also by one in the same memory). The answers are those of the module without
+    graphs, draws included. What differs:
 
     - Inputs are copied into ``static_inputs``, buffers that stay. They are the inputs the plan counts; the caller's own copies
       come on top, unless he writes his batches into ``static_inputs`` and calls with those.
@@ -187,6 +190,14 @@ class GraphedModule(PlannedModule):
         super().__init__(step, schedule, budget_bytes)
         kinds = [source.kind for source in step.sources]
         self._inputs = [i for i, kind in enumerate(kinds) if kind == "input"]
+        captured = [node.meta["val"] for node in placeholders(step)]
+        begin = next((i for i in read_by_place(step.module.graph) if i in self._inputs and captured[i].storage_offset()), None)
+        if begin is not None:
+            raise InputError(
+                f"{step.graph.name} reads {step.sources[begin].name} by its place in its storage (as_strided), and a copy "
+                f"has none; {_PLAIN}"
+            )
+        self._gaps = {i: length for i in self._inputs if (length := _length_with_gaps(captured[i])) is not None}
         self._stay = [i for i, kind in enumerate(kinds) if kind not in ("input", "tangent")]
         # What operators that are none of PyTorch's own may draw from on the host; see ``_warm_up``.
         self._on_host = tuple(each for each in self._generators if each.device.type != step.device.type)
@@ -203,38 +214,40 @@ class GraphedModule(PlannedModule):
     def release(self) -> None:
         """Give up the graphs and their memory; the next call captures again. Gradients in ``.grad`` are moved out of it first."""
         if self._recorded is not None:
-            self._move_gradients(self._recorded)
+            self._move_gradients(self._recorded, self._recorded.bound)
             # The allocator waits for the stream of the capture at most, and replays run on the caller's.
             self._recorder.wait()
             self._recorded = self._pending = None
 
-    def _move_gradients(self, recorded: _Recorded) -> None:
-        """No ``.grad`` may lie in memory the graphs write to."""
+    def _move_gradients(self, recorded: _Recorded, bound: list[Tensor]) -> None:
+        """No ``.grad`` of these parameters may lie in memory the graphs write to."""
         ours: set[int] = set()
         for i in self._trained:
-            parameter = recorded.bound[i]
+            parameter = bound[i]
             if parameter.grad is not None:
                 ours = ours or {gradient.data_ptr() for gradient in recorded.gradients}
                 if parameter.grad.data_ptr() in ours:
-                    parameter.grad = parameter.grad.detach().clone()
+                    with torch.inference_mode(False):
+                        parameter.grad = parameter.grad.detach().clone()
 
     def _run_forward(self, bound: list[Tensor], undo: Undo, check: Callable[[], None] | None = None) -> tuple[Tensor, Kept]:
-        # Parameters, buffers and constants are where they were when the graphs were recorded.
-        ready = self._recorded is not None and in_place(bound, self._recorded.places, self._stay)
+        ready = self._recorded is not None and self._is_recorded_with(self._recorded, bound)
         if check is not None and (self._pending is not None or not ready):
             check()  # a call that is refused leaves the one before its backward
             check = None
         if self._recorded is not None and not ready:
+            self._move_gradients(self._recorded, bound)
             self.release()
         self._pending = None
         if self._recorded is None:
-            self._recorded = self._record(bound)
+            with torch.inference_mode(False), torch.no_grad():  # what is recorded serves other calls as well
+                self._recorded = self._record(bound)
         recorded = self._recorded
-        self._move_gradients(recorded)
+        self._move_gradients(recorded, recorded.bound)
         with torch.no_grad():
             for i in self._inputs:
                 if bound[i].data_ptr() != recorded.bound[i].data_ptr():
-                    recorded.bound[i].copy_(bound[i], non_blocking=True)
+                    self._in_memory(i, recorded.bound[i]).copy_(self._in_memory(i, bound[i]), non_blocking=True)
             starts = []
             if recorded.repeats[0] is not None:
                 starts = [(generator.initial_seed(), generator.get_offset()) for generator in self._generators]
@@ -248,6 +261,22 @@ class GraphedModule(PlannedModule):
             loss = recorded.loss.clone()
         self._pending = _Pending(recorded.names, recorded.watched, undo, starts)
         return loss, self._pending
+
+    def _is_recorded_with(self, recorded: _Recorded, bound: list[Tensor]) -> bool:
+        """Whether parameters, buffers and constants are those that the graphs were recorded with, and where they were. Others in
+        the same memory have gradients and versions of their own."""
+        now, then = [bound[i] for i in self._stay], [recorded.bound[i] for i in self._stay]
+        return all(map(operator.is_, now, then)) and in_place(bound, recorded.places, self._stay)
+
+    def _in_memory(self, i: int, tensor: Tensor) -> Tensor:
+        """An input as it lies in memory, with what is in its gaps."""
+        length = self._gaps.get(i)
+        return tensor if length is None else tensor.as_strided((length,), (1,))
+
+    def _static(self, i: int, tensor: Tensor) -> Tensor:
+        """A buffer for an input, laid out as it is."""
+        copy = self._in_memory(i, tensor).clone()
+        return copy.as_strided(tensor.shape, tensor.stride()) if i in self._gaps else copy
 
     def _run_backward(self, kept: Kept, tangent: Tensor) -> list[Tensor]:
         recorded = self._recorded
@@ -277,7 +306,7 @@ class GraphedModule(PlannedModule):
         with torch.no_grad():
             for i, source in enumerate(self._step.sources):
                 if source.kind == "input":
-                    static[i] = bound[i].clone()
+                    static[i] = self._static(i, bound[i])
                 elif source.kind == "tangent":
                     static[i] = cast(Tensor, unit_tangent(self._step))
         repeats = self._recorder.repeats(), self._recorder.repeats()
@@ -338,6 +367,12 @@ class GraphedModule(PlannedModule):
     def _drawn_from(self, repeats: GraphRepeats | None) -> list[torch.Generator]:
         """The generators a half draws from."""
         return [*self._generators, *(repeats.generators if repeats is not None else ())]
+
+
+def _length_with_gaps(tensor: Tensor) -> int | None:
+    """Elements from the first to the last of a tensor with gaps in memory, or whose places share it; None of others."""
+    length = extent(tensor.shape, tensor.stride()) if tensor.numel() else 0
+    return None if length == tensor.numel() else length
 
 
 def _cuda(step: Step) -> Recorder:

@@ -13,8 +13,8 @@ from graphs.errors import BranchChanged
 from graphs.torch_private.names import tree_flatten
 from graphs.torch_private.running import left_to_run
 from graphs.torch_private.tensors import storage_key
-from graphs.tracing.inputs import plain
-from planner.execute import PlannedModule, inputs_of_call
+from graphs.tracing.inputs import in_order, plain
+from planner.execute import PlannedModule, check_region, inputs_of_call
 from planner.plan import COSTS, plan, with_costs
 from planner.result import Plan
 
@@ -66,9 +66,10 @@ class ReplanningModule(PlannedModule):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._step.modes[0] and not self._step.model.training:
             return super().forward(*args, **kwargs)
+        check_region(self._step)  # a new shape would be captured for the region around this call
         self._check_sharding()  # other plans are not what is sharded
-        inputs = inputs_of_call(self._step, args, kwargs)
-        leaves, spec = tree_flatten(plain(inputs))
+        inputs = in_order(self._step.form, inputs_of_call(self._step, args, kwargs))
+        leaves, spec = tree_flatten(inputs)
         shape: Hashable = (str(spec), *map(_kind, leaves), _sharing(map(_memory, leaves)))
         with self._one_at_a_time:
             plans = self._plans.setdefault(shape, [])

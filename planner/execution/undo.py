@@ -39,7 +39,8 @@ class Undo:
 
     def exchange(self, buffer: Tensor, new: Tensor) -> Tensor:
         """Exchange the contents of a buffer and of ``new``, without memory for a third; returns what has the old one now."""
-        a, b = _words(buffer), _words(new)
+        with torch.inference_mode(False), torch.no_grad():  # nobody counts versions in inference mode
+            a, b = _words(buffer), _words(new)
         self._swapped.append((a, b, version(a) + version(b)))
         a.bitwise_xor_(b)
         b.bitwise_xor_(a)
@@ -99,6 +100,9 @@ def versions(tensors: list[Tensor]) -> list[int]:
 
 def _words(tensor: Tensor) -> Tensor:
     """A tensor as integers."""
+    if tensor.is_inference():
+        own = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        tensor = own.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
