@@ -16,6 +16,7 @@ Bugs of our own are ``AssertionError``.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 MOST_QUOTED = 80  # characters
@@ -130,6 +131,14 @@ def quoted(thing: object) -> str:
 def shortened(text: str) -> str:
     """A name as a message has it; of a long one the beginning, for a message is a sentence whatever is in a damaged file."""
     return text if len(text) <= MOST_QUOTED else text[: MOST_QUOTED - 3] + "..."
+
+
+def check_name(what: str, name: object, known: Collection[str]) -> None:
+    """Refuse what is none of the names there are. Raises InputError naming them."""
+    if not isinstance(name, str):
+        raise InputError(f"{what} must be a name ({', '.join(known)}), not {quoted(name)}")
+    if name not in known:
+        raise InputError(f"unknown {what} {quoted(name)}; there are: {', '.join(known)}")
 
 
 def check_positive(**given: object) -> None:

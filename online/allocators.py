@@ -13,10 +13,11 @@ from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from graphs.errors import InputError
+from graphs.errors import check_name
 from graphs.program import Program
 
 GRAIN_BYTES = 512  # sizes are rounded up to this
+FAR = 64  # bits: beyond all sizes, so that ranges of addresses of different numbers do not meet
 
 FREE = -1  # owner of a free piece
 HELD = -2  # owner of what the op under way has been given
@@ -271,7 +272,7 @@ class CachingAllocator(Allocator):
         return piece
 
     def _free_list(self, piece: Piece) -> FreeList:
-        return self._segments[piece.offset >> 60][2]
+        return self._segments[piece.offset >> FAR][2]
 
     def _reserve(self, size: int, free: FreeList) -> bool:
         if size <= self.SMALL_BYTES:
@@ -285,7 +286,7 @@ class CachingAllocator(Allocator):
         if self._now_reserved + segment > self.budget_bytes:
             return False
         # Every segment has its own far-off range of addresses: pieces of two segments are never neighbours.
-        first = Piece(self._numbers << 60, segment)
+        first = Piece(self._numbers << FAR, segment)
         self._segments[self._numbers] = (first, segment, free)
         self._numbers += 1
         free.add(first)
@@ -463,8 +464,7 @@ def new_allocator(
         return None
     if name == "caching":
         return CachingAllocator(budget_bytes, debug=debug)
-    if name not in ARENAS:
-        raise InputError(f"unknown allocator {name!r}; there are: {', '.join(ALLOCATORS)}")
+    check_name("allocator", name, ALLOCATORS)
     cheap = cheap_below(program) if ARENAS[name].partitioned else None
     return Arena(budget_bytes, cheap_below=cheap, layout=layout, debug=debug)
 

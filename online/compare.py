@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from graphs.errors import GraphMismatch, InputError
+from graphs.errors import GraphMismatch, InputError, a_kind
 from graphs.ir import Graph
 from online.engines.engine import Option
 from online.heuristics import DEFAULT_RULE
@@ -15,7 +15,7 @@ from online.runtime import Run, rule, rule_named, run
 from planner.bounds import least_bytes
 from planner.budget import format_bytes, format_share, listed, resolve_budget, share_of
 from planner.live import line_of
-from planner.plan import copied_bytes_of, graph_of, solve, solve_halves
+from planner.plan import check_options, copied_bytes_of, graph_of, solve, solve_halves
 from planner.result import Plan
 from planner.schedule import Schedule, computes, keep_all, with_frees
 from planner.simulate import simulate
@@ -92,13 +92,16 @@ class Split:
 
 
 def split(run_: Run) -> Split:
-    """Run the same rule again with next uses known, and with the other kind of budget (simulated)."""
+    """Run the same rule again with next uses known, and with the other kind of budget (simulated). Raises InputError for what is
+    no Run."""
+    if not isinstance(run_, Run):
+        raise InputError(f"split takes a Run (of online.run), not {a_kind(run_)}")
     heuristic, others = rule(run_.heuristic), run_.options - {Option.NEXT_USE}
 
     def again(allocator: str, options: Collection[Option]) -> Run:
         return run(
             run_.graph, run_.budget_bytes, heuristic=run_.heuristic, allocator=allocator, release=run_.release,
-            reclaim=run_.reclaim, options=options, seed=run_.seed,
+            reclaim=run_.reclaim, options=options, seed=run_.seed, thrash_limit=run_.thrash_limit,
         )  # fmt: skip
 
     told = again(run_.allocator, others | {Option.NEXT_USE}) if heuristic.staleness and not heuristic.window else None
@@ -106,9 +109,11 @@ def split(run_: Run) -> Split:
     if run_.allocator == "bytes":
         return Split(run_, told, again("arena", run_.options), run_.counters.search_s)
     if heuristic.window or heuristic.holes:
-        return Split(
-            run_, told, run(run_.graph, run_.budget_bytes, heuristic="dtr", reclaim=run_.reclaim), run_.counters.search_s
-        )
+        stands_in = run(
+            run_.graph, run_.budget_bytes, heuristic="dtr", release=run_.release, reclaim=run_.reclaim, seed=run_.seed,
+            thrash_limit=run_.thrash_limit,
+        )  # fmt: skip
+        return Split(run_, told, stands_in, run_.counters.search_s)
     return Split(run_, told, again("bytes", run_.options), run_.counters.search_s)
 
 
@@ -291,12 +296,15 @@ def compare(
     Ctrl-C ends it early: the comparison then has what was found so far, and says ``interrupted``.
     Raises InputError for what cannot be used, and as ``run`` and ``solve`` do.
     """
+    check_options({"progress": progress})
+    if isinstance(heuristics, str) or not isinstance(heuristics, Iterable):
+        heuristics = (heuristics,)
     say = progress or (lambda _: None)
     graph = graph_of(target, "compare")
     if execute and not isinstance(target, Graph):
         target = replace(target, graph=graph)  # with its costs
     budgets = listed(budgets, "compare")
-    heuristics = list(dict.fromkeys(map(rule_named, [heuristics] if isinstance(heuristics, str) else heuristics)))
+    heuristics = list(dict.fromkeys(map(rule_named, heuristics)))
     peak_bytes = simulate(graph, keep_all(graph)).peak_bytes
     resolved = list(dict.fromkeys(resolve_budget(budget, peak_bytes) for budget in budgets))  # 0.5 and "50%" are one budget
     whole = solve(graph, peak_bytes, method="keep_all")

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import numpy as np
 import numpy.typing as npt
 
-from online.neighborhood import Demand, Exact, Neighborhood, Producers, Relations, UnionFind
+from online.neighborhood import Demand, Exact, Neighborhood, Producers, Relations, UnionFind, fits_compiled
 from planner.process.loading import undisturbed
 
 if TYPE_CHECKING:
@@ -197,10 +197,18 @@ class Pool:
         if self.compiled is None:
             enough = WORTH_LOADING // (LOADED_ALREADY if Pool._is_loaded else 1)
             if self.evaluations + self.visits + _REFINED * self._refined > enough and not self._written_only:
-                self.compiled = undisturbed(self._load)
-                if self.neighborhood is not None:
-                    self.neighborhood.compiled = self.compiled
+                self._written_only = not fits_compiled(self.relations, self.neighborhood)
+                if not self._written_only:
+                    self.compiled = undisturbed(self._load)
+                    if self.neighborhood is not None:
+                        self.neighborhood.compiled = self.compiled
         elif not self.compiled.is_exact:
+            self.unlinked()
+
+    def unlinked(self) -> None:
+        """A storage was taken out of the relations, or costs have grown too large, and compiled code follows neither: searches go
+        on with what is written here."""
+        if self.compiled is not None:
             self._written_only = True
             if self.neighborhood is not None:
                 self.neighborhood.visits += self.compiled.visits
@@ -208,6 +216,10 @@ class Pool:
             if isinstance(self.neighborhood, UnionFind):
                 self.neighborhood.unflatten()
             self.compiled = None
+
+    def skips(self, s: int) -> bool:
+        """Whether ``s`` is in memory and too small to be evicted for others."""
+        return s in self._skipped
 
     def _load(self) -> Compiled:
         from online.engines.compiled_searches import Compiled  # imports numba, which takes time

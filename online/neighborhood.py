@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from online.engines.compiled_searches import Compiled
 
 UNKNOWN_LOSS = 1 << 62  # more ns than any sum
+MOST_NS = 2**51  # of all costs together: below, floats hold every sum that compiled searches make
 
 
 class Relations:
@@ -404,3 +405,9 @@ class Producers(UnionFind):
 
     def _edges(self, s: int) -> tuple[list[int], list[int]]:
         return self.relations.deps[s], self.relations.siblings.get(s, [])
+
+
+def fits_compiled(relations: Relations, neighborhood: Neighborhood | None) -> bool:
+    """Whether a flat copy has all that counts, and costs are such that floats hold their sums."""
+    awaited_ns = neighborhood.awaited_ns if isinstance(neighborhood, Exact) else 0
+    return sum(relations.cost_ns) + awaited_ns < MOST_NS and not relations.unlinked

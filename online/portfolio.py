@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from graphs.errors import InputError
+from graphs.errors import InputError, quoted
 from graphs.ir import Graph
 from online.heuristics import HEURISTICS
 from online.runtime import Run, run
@@ -62,6 +62,7 @@ def best_run(
 
     Raises what ``run`` raises: InfeasibleBudget where no schedule at all fits, InputError for what cannot be used.
     """
-    if isinstance(rules, str) or not rules:
-        raise InputError(f"rules must be one or more names of online rules, not {rules!r}")
-    return Portfolio(tuple(run(target, budget, heuristic=rule, seed=seed, **options) for rule in rules))
+    names = tuple(rules) if isinstance(rules, Iterable) and not isinstance(rules, str) else ()
+    if not names:
+        raise InputError(f"rules must be one or more names of online rules, not {quoted(rules)}")
+    return Portfolio(tuple(run(target, budget, heuristic=rule, seed=seed, **options) for rule in names))

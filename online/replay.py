@@ -6,24 +6,14 @@ import os
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from graphs.errors import InputError
+from graphs.errors import InputError, a_kind
 from graphs.importers.dtr_program import read_program
 from graphs.program import Program
 from online.allocators import ARENAS, AddressUse, new_allocator
 from online.engines.engine import Counters, Engine, Option, Release
-from online.runtime import (
-    RUNS_PER_OP,
-    Failure,
-    RunStatus,
-    check_thrash_limit,
-    default_allocator,
-    options_of,
-    play,
-    release_policy,
-    rule,
-)
+from online.runtime import RUNS_PER_OP, Failure, RunStatus, Spelled, check_thrash_limit, default_allocator, play
 from planner.budget import resolve_budget
-from planner.plan import check_options
+from planner.plan import check_options, check_sums
 
 
 @dataclass(frozen=True)
@@ -79,19 +69,21 @@ def replay_log(
     check_options({"seed": seed})
     check_thrash_limit(thrash_limit)
     program = log if isinstance(log, Program) else read_program(log)
-    budget_bytes = resolve_budget(budget, baseline_peak_bytes(program))
     base_time_ns = program.base_time_ns
-    evict = rule(heuristic)
-    allocator = default_allocator(evict) if allocator is None else allocator
+    check_sums(program.name, sum(program.size_bytes) + sum(call.workspace_bytes for call in program.calls), base_time_ns)
+    budget_bytes = resolve_budget(budget, baseline_peak_bytes(program))
+    asked = Spelled.of(heuristic, allocator, release, reclaim, options)
+    evict = asked.rule
+    allocator = default_allocator(evict) if asked.allocator is None else asked.allocator
     if allocator in ARENAS and not ARENAS[allocator].in_place:
         raise InputError(f"the allocator {allocator} moves residents between steps, and a log has no residents")
     engine = Engine(
         budget_bytes,
         evict,
         seed=seed,
-        release=release_policy(release),
-        reclaim=reclaim,
-        options=options_of(options, evict),
+        release=asked.release,
+        reclaim=asked.reclaim,
+        options=asked.options,
         awaiting=True,
         limit_ns=(thrash_limit - 1) * base_time_ns,
         limit_runs=RUNS_PER_OP * len(program.calls),
@@ -99,13 +91,18 @@ def replay_log(
     )
     status, failure = play(engine, program)
     return Replay(
-        program, budget_bytes, heuristic, status, engine.clock - 1, base_time_ns, engine.peak_bytes, engine.counters, failure,
-        tuple(engine.steps), engine.allocator.use if engine.allocator else None,
+        program, budget_bytes, asked.heuristic, status, engine.clock - 1, base_time_ns, engine.peak_bytes, engine.counters,
+        failure, tuple(engine.steps), engine.allocator.use if engine.allocator else None,
     )  # fmt: skip
 
 
 def baseline_peak_bytes(program: Program) -> int:
-    """Peak without a budget, where every storage goes at the moment its last reference goes, constants too (appendix D.2)."""
+    """Peak without a budget, where every storage goes at the moment its last reference goes, constants too (appendix D.2).
+
+    Raises InputError for what is no Program.
+    """
+    if not isinstance(program, Program):
+        raise InputError(f"baseline_peak_bytes takes a Program (graphs.importers.read_program), not {a_kind(program)}")
     used = peak = sum(program.size_bytes[s] for s in program.resident)
     there = set(program.resident)
     for event in program.events:

@@ -7,11 +7,11 @@ import enum
 import functools
 import time
 import weakref
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from graphs.errors import BudgetExceeded, InputError, NoScheduleFound
+from graphs.errors import BudgetExceeded, InputError, NoScheduleFound, check_name, quoted
 from graphs.ir import Graph, Op, Value
 from graphs.program import Program, program_of
 from online.allocators import ALLOCATORS, ARENAS, AddressUse, Arena, new_allocator
@@ -19,7 +19,7 @@ from online.engines.engine import Counters, Driver, Engine, Option, OutOfMemory,
 from online.heuristics import ADDRESS_HEURISTICS, DEFAULT_RULE, HEURISTICS, Heuristic
 from planner.bounds import least_bytes
 from planner.budget import format_bytes, resolve_budget
-from planner.plan import check_options, graph_of, infeasible
+from planner.plan import check_numbers, check_options, graph_of, infeasible
 from planner.process.pauses import rare_collections
 from planner.result import Plan, in_a_line
 from planner.schedule import Schedule, from_json, keep_all
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from online.executor import Outcome
 
 
+AT_START = "the start"  # in place of an op, where it does not fit
 UPDATES = 2  # steps that come before the one of a run whose allocator moves the residents between steps
 RUNS_PER_OP = 1000  # a run that recomputes more often than this, on average, is given up: costs may be 0, so time says nothing
 
@@ -46,7 +47,7 @@ class RunStatus(enum.StrEnum):
 class Failure:
     """Where a run ran out of memory.
 
-    op           name of the op that did not fit
+    op           name of the op that did not fit, or ``AT_START``
     asked_bytes  bytes in use if it had run
     held         what was in memory and must not be evicted: (name, bytes), largest first
     short_bytes  with an allocator: the block that could not be had in one piece
@@ -98,6 +99,7 @@ class Run:
     allocator: str = "bytes"
     addresses: AddressUse | None = None
     options: frozenset[Option] = frozenset()
+    thrash_limit: float = 10.0
 
     def __repr__(self) -> str:
         """What happened, in a line. The fields have all of it."""
@@ -205,7 +207,8 @@ def run(
                   take), by PyTorch's caching allocator ("caching"), or by one arena of ``budget`` bytes ("arena", and "coop",
                   which partitions it and is what the rule "coop" takes; "_moving" behind these: the residents lie where two
                   updates by copying have put them). Blocks are multiples of 512 bytes
-    release       what to do with a value after its last read: "eager" (evict it), "ignore", "banish" (free it for good)
+    release       what to do with a value after its last read: "eager" (evict it), "ignore", "banish" (free it for
+                  good). What an op with an outside effect makes stays to the end, as it cannot be made again
     reclaim       evict such a value again as soon as the rebuild that needed it is done with it (not in the DTR paper)
     options       "counted": as ``reclaim``, but what the rebuild under way will read again stays; "yield": where nothing can be
                   evicted, ops that wait for a rebuild let go of what they hold, instead of a run that is out of memory;
@@ -223,21 +226,8 @@ def run(
     """
     graph = graph_of(target, "run")
     check_options({"seed": seed})
-    if not isinstance(heuristic, str):
-        raise InputError(f"heuristic must be a name ({', '.join(HEURISTICS)}), not {heuristic!r}")
-    heuristic, *extras = heuristic.split("+")
-    for extra in extras:
-        if extra == "reclaim":
-            reclaim = True
-        elif extra in ALLOCATORS:
-            allocator = extra
-        elif extra in tuple(Option):
-            options = [*options, extra]
-        else:
-            release = extra
-    evict = rule(heuristic)
-    policy = release_policy(release)
-    chosen = options_of(options, evict)
+    asked = Spelled.of(heuristic, allocator, release, reclaim, options)
+    evict = asked.rule
     check_thrash_limit(thrash_limit)
     step = None if isinstance(target, Graph) else target
     known = _known_of(graph)
@@ -255,16 +245,16 @@ def run(
 
         execution = Execution(step, inputs)
     program = known.program
-    allocator = default_allocator(evict) if allocator is None else allocator
+    allocator = default_allocator(evict) if asked.allocator is None else asked.allocator
 
     def new_engine(layout: dict[int, int], driver: Driver | None = None) -> Engine:
         return Engine(
             budget_bytes,
             evict,
             seed=seed,
-            release=policy,
-            reclaim=reclaim,
-            options=chosen,
+            release=asked.release,
+            reclaim=asked.reclaim,
+            options=asked.options,
             limit_ns=(thrash_limit - 1) * known.keep_all_time_ns,
             limit_runs=RUNS_PER_OP * len(graph.ops),
             allocator=new_allocator(allocator, budget_bytes, program, layout=layout),
@@ -288,15 +278,16 @@ def run(
         wall_s = time.perf_counter() - start
         if execution is not None:
             if failure is not None and failure.short_bytes is not None:
+                what = "what is there from the start" if failure.op == AT_START else failure.op
                 raise NoScheduleFound(
-                    f"{failure.op} does not fit in {budget_bytes:,} bytes ({format_bytes(budget_bytes)}) with the allocator "
+                    f"{what} does not fit in {budget_bytes:,} bytes ({format_bytes(budget_bytes)}) with the allocator "
                     f"{allocator}: {failure}; give it more memory"
                 )
             if failure is not None:
                 raise BudgetExceeded(failure.op, failure.asked_bytes, budget_bytes, str(failure))
             if status is not RunStatus.COMPLETED:
                 raise NoScheduleFound(
-                    f"online {heuristic} needs more than {thrash_limit:g} times the keep-all time of {graph.name} in "
+                    f"online {asked.heuristic} needs more than {thrash_limit:g} times the keep-all time of {graph.name} in "
                     f"{budget_bytes:,} bytes ({format_bytes(budget_bytes)}) and was stopped; give it more memory or a higher "
                     f"thrash_limit"
                 )
@@ -304,8 +295,9 @@ def run(
 
     assert engine.peak_bytes <= budget_bytes, "the engine went over its budget"
     done = Run(
-        graph, budget_bytes, heuristic, policy, reclaim, seed, status, tuple(engine.steps), (engine.clock - 1, engine.peak_bytes),
-        engine.counters, failure, wall_s, step, outcome, allocator, engine.allocator.use if engine.allocator else None, chosen,
+        graph, budget_bytes, asked.heuristic, asked.release, asked.reclaim, seed, status, tuple(engine.steps),
+        (engine.clock - 1, engine.peak_bytes), engine.counters, failure, wall_s, step, outcome, allocator,
+        engine.allocator.use if engine.allocator else None, asked.options, thrash_limit,
     )  # fmt: skip
     if execution is None and done.completed:
         _ = done.time_ns  # does simulate agree?
@@ -319,6 +311,7 @@ class _Known:
     """
 
     def __init__(self, graph: Graph) -> None:
+        check_numbers(graph)
         self.keep_all_peak_bytes = simulate(graph, keep_all(graph)).peak_bytes
         self.keep_all_time_ns = graph.keep_all_time_ns
         self.least_bytes = least_bytes(graph)
@@ -344,7 +337,7 @@ def play(engine: Engine, program: Program, declared: Engine | None = None) -> tu
     except OutOfMemory as error:
         named = ((program.names[s], program.size_bytes[s]) for s in error.held)
         held = tuple(sorted(named, key=lambda entry: -entry[1]))
-        name = program.calls[error.op].name if program.calls else "the start"  # what is there from the start may not fit already
+        name = program.calls[error.op].name if error.op >= 0 else AT_START
         return RunStatus.OUT_OF_MEMORY, Failure(name, error.asked_bytes, held, error.short_bytes)
     except Thrashed:
         return RunStatus.THRASHED, None
@@ -354,9 +347,57 @@ def play(engine: Engine, program: Program, declared: Engine | None = None) -> tu
 def rule(heuristic: str) -> Heuristic:
     """The eviction rule of that name. Raises InputError naming those there are."""
     known = HEURISTICS | ADDRESS_HEURISTICS
-    if heuristic not in known:
-        raise InputError(f"unknown heuristic {heuristic!r}; there are: {', '.join(known)}")
+    check_name("heuristic", heuristic, known)
     return known[heuristic]
+
+
+@dataclass(frozen=True, slots=True)
+class Spelled:
+    """What is asked for by the name of a rule and what is behind it, and by arguments.
+
+    allocator  None: what the rule takes
+    """
+
+    heuristic: str
+    allocator: str | None
+    release: Release
+    reclaim: bool
+    options: frozenset[Option]
+
+    @property
+    def rule(self) -> Heuristic:
+        """How victims are chosen."""
+        return rule(self.heuristic)
+
+    @classmethod
+    def of(
+        cls, heuristic: object, allocator: object, release: object, reclaim: object, options: Collection[Option | str]
+    ) -> Spelled:
+        """As arguments of ``run``; what is behind the name of the rule counts. Raises InputError for what is none."""
+        if not isinstance(heuristic, str):
+            raise InputError(f"heuristic must be a name ({', '.join(HEURISTICS)}), not {quoted(heuristic)}")
+        if not isinstance(reclaim, bool):
+            raise InputError(f"reclaim must be True or False, not {quoted(reclaim)}")
+        if isinstance(options, str) or not isinstance(options, Iterable):
+            raise InputError(f"options must be names in a list ({', '.join(Option)}), not {quoted(options)}")
+        heuristic, *extras = heuristic.split("+")
+        names = list(options)
+        for extra in extras:
+            if extra == "reclaim":
+                reclaim = True
+            elif extra in ALLOCATORS:
+                allocator = extra
+            elif extra in tuple(Option):
+                names.append(extra)
+            elif extra in tuple(Release):
+                release = extra
+            else:
+                known = ("reclaim", *Release, *ALLOCATORS, *Option)
+                raise InputError(f"{quoted(extra)} cannot be behind {heuristic}; there are: {', '.join(known)}")
+        if allocator is not None:
+            check_name("allocator", allocator, ALLOCATORS)
+            assert isinstance(allocator, str)
+        return cls(heuristic, allocator, release_policy(release), reclaim, options_of(names, rule(heuristic)))
 
 
 def rule_named(name: str) -> str:
@@ -368,8 +409,7 @@ def rule_named(name: str) -> str:
 def options_of(names: Collection[Option | str], heuristic: Heuristic) -> frozenset[Option]:
     """The options of these names. Raises InputError naming those there are, or where the rule cannot have one."""
     for name in names:
-        if name not in tuple(Option):
-            raise InputError(f"unknown option {name!r}; there are: {', '.join(Option)}")
+        check_name("option", name, tuple(Option))
     options = frozenset(Option(name) for name in names)
     if Option.NEXT_USE in options and (heuristic.window or not heuristic.staleness):
         raise InputError("next_use replaces the staleness of a rule that scores storage by storage; this one has none")
@@ -389,8 +429,7 @@ def check_thrash_limit(limit: float) -> None:
         raise InputError(f"thrash_limit must be at least 1 (no recomputation at all), not {limit!r}")
 
 
-def release_policy(name: str) -> Release:
+def release_policy(name: object) -> Release:
     """The release policy of that name. Raises InputError naming those there are."""
-    if name not in tuple(Release):
-        raise InputError(f"unknown release policy {name!r}; there are: {', '.join(Release)}")
-    return Release(name)
+    check_name("release policy", name, tuple(Release))
+    return Release(str(name))

@@ -254,11 +254,14 @@ def _same_order(one: Schedule, other: Schedule) -> bool:
 def check_numbers(graph: Graph) -> None:
     """Refuse bytes and times that 64-bit integers cannot hold with room to spare. Raises InputError."""
     total_bytes = sum(value.size_bytes for value in graph.values) + sum(op.workspace_bytes for op in graph.ops)
-    for what, total, unit in (("bytes", total_bytes, "bytes"), ("times", graph.keep_all_time_ns, "ns")):
+    check_sums(graph.name, total_bytes, graph.keep_all_time_ns)
+
+
+def check_sums(name: str, total_bytes: int, total_ns: int) -> None:
+    """The same, of sums."""
+    for what, total, unit in (("bytes", total_bytes, "bytes"), ("times", total_ns, "ns")):
         if total >= MOST:
-            raise InputError(
-                f"{graph.name}: its {what} add up to 2^{total.bit_length() - 1} {unit} or more; below 2^62 is needed"
-            )
+            raise InputError(f"{name}: its {what} add up to 2^{total.bit_length() - 1} {unit} or more; below 2^62 is needed")
 
 
 def check_options(options: Mapping[str, object]) -> None:

@@ -97,7 +97,9 @@ def to_json(schedule: Schedule) -> list[int]:
 
 
 def from_json(codes: Iterable[object]) -> Schedule:
-    """Inverse of ``to_json``. Raises InvalidSchedule on anything that is not an integer."""
+    """Inverse of ``to_json``. Raises InvalidSchedule on anything that is no list of integers."""
+    if not isinstance(codes, Iterable):
+        raise InvalidSchedule(f"a schedule is a list of integers, not {a_kind(codes)}")
     steps: list[Step] = []
     for at, code in enumerate(codes):
         if not isinstance(code, int) or isinstance(code, bool):

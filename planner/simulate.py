@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from graphs.errors import InvalidSchedule
@@ -52,6 +53,8 @@ def simulate(graph: Graph, schedule: Schedule) -> Trace:
     Raises InvalidSchedule naming the step and the rule broken.
     """
     check_graph(graph, "simulate")
+    if isinstance(schedule, Iterator):
+        schedule = tuple(schedule)
     try:
         return _replayed(graph, schedule)
     except (AttributeError, IndexError, TypeError):  # looking at each step beforehand would take as long as all else

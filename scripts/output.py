@@ -72,6 +72,11 @@ def computing() -> Iterator[Callable[[str], None]]:
         yield status
 
 
+def printable(text: str) -> str:
+    """Text of a line with what cannot be printed escaped, as what sets colours or ends lines of a terminal."""
+    return "".join(sign if sign.isprintable() else sign.encode("unicode_escape").decode() for sign in text)
+
+
 def tell(sentence: object) -> None:
     """Say something on standard error, as the command ``belady``; nothing where that takes nothing."""
     with suppress(OSError):

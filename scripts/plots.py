@@ -21,6 +21,7 @@ from planner.budget import format_bytes, format_share, share_of
 from planner.schedule import Compute, Schedule, keep_all
 from planner.simulate import simulate
 
+from .output import printable
 from .rows import make_folder
 
 if TYPE_CHECKING:
@@ -229,8 +230,7 @@ def _name_below(figure: Any, panels: Iterable[Axes]) -> None:
 
 def _entitle(axes: Axes, title: str) -> None:
     """Write a title as it is: a dollar sign in a name begins no formula, and what cannot be printed is escaped."""
-    shown = (sign if sign.isprintable() else sign.encode("unicode_escape").decode() for sign in title)
-    axes.set_title("".join(shown), parse_math=False)
+    axes.set_title(printable(title), parse_math=False)
 
 
 def writable(path: str) -> None:

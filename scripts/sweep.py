@@ -88,11 +88,14 @@ _ENTRIES = {
 }
 
 
+_SHARES = "budget_fraction", "overhead"  # of sums of bytes and times
+
+
 def key_of(row: Row) -> Key | None:
     """The key of the cell that a row is of; None for rows that are not from a sweep."""
     if not all(name in row and isinstance(row[name], kinds) for name, kinds in _ENTRIES.items()):
         return None
-    if any(abs(row[name] or 0) > LARGEST_NS for name in _ENTRIES if name.endswith("_ns")):
+    if any(abs(row[name] or 0) > LARGEST_NS for name in _ENTRIES if name.endswith("_ns") or name in _SHARES):
         return None
     return row["fingerprint"], row["method"], row["budget_bytes"], row["seed"], _text(row["options"])
 

@@ -14,6 +14,8 @@ from graphs.ir import Graph
 from planner.budget import format_bytes, format_share
 from planner.result import Status
 
+from .output import printable
+
 if TYPE_CHECKING:
     from online.compare import Comparison
 
@@ -26,13 +28,14 @@ def print_comparison(comparison: Comparison) -> None:
         for difference in block.differences:
             if difference.extra_ns:
                 console.print()
-                console.print(str(difference), highlight=False, soft_wrap=True)
+                lines = map(printable, str(difference).split("\n"))
+                console.print("\n".join(lines), highlight=False, soft_wrap=True)
 
 
 def print_rows(graph: Graph, rows: Sequence[dict[str, Any]]) -> None:
     """One table: a line a row, a rule between budgets; measured columns only where something was measured."""
     measured = any(row["measured_time_ns"] is not None for row in rows)
-    title = f"{graph.name}: {len(graph.ops)} ops, keep-all {graph.keep_all_time_ns / 1e6:.3f} ms"
+    title = f"{printable(graph.name)}: {len(graph.ops)} ops, keep-all {graph.keep_all_time_ns / 1e6:.3f} ms"
     table = Table(title=title, title_justify="left", header_style="bold", box=None)
     columns = ["budget", "method", "status", "overhead", "bound", "gap", "peak", "recomputed", "wall s"]
     columns += ["step ms", "measured peak", "grad error"] if measured else []
@@ -63,7 +66,7 @@ def print_rows(graph: Graph, rows: Sequence[dict[str, Any]]) -> None:
 
 def print_sweep(graph: Graph, rows: Sequence[dict[str, Any]], ground: Mapping[int, int]) -> None:
     """Overhead by budget (down) and method (across), with what is proved. ``ground``: the best bound for each budget."""
-    title = f"{graph.name}: {len(graph.ops)} ops, keep-all {graph.keep_all_time_ns / 1e6:.3f} ms; overhead"
+    title = f"{printable(graph.name)}: {len(graph.ops)} ops, keep-all {graph.keep_all_time_ns / 1e6:.3f} ms; overhead"
     table = Table(header_style="bold", box=None)
     methods = list(dict.fromkeys(row["method"] for row in rows))
     for column in ("budget", "proved", *methods):
@@ -91,7 +94,7 @@ def print_facts(row: dict[str, Any], whole_bytes: int) -> None:
     table = Table(box=None, show_header=False)
     for key, cell in row.items():
         read = share = ""
-        text = f"{cell:,}" if type(cell) is int else _cell(cell, "{:.4g}" if isinstance(cell, float) else "{}")
+        text = f"{cell:,}" if type(cell) is int else printable(_cell(cell, "{:.4g}" if isinstance(cell, float) else "{}"))
         if cell is not None and key.endswith("_bytes"):
             read = format_bytes(cell)
             share = f"{cell / whole_bytes:.1%} of the keep-all peak" if whole_bytes else ""

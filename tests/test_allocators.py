@@ -20,7 +20,7 @@ from graphs.importers.dtr_program import read_program
 from graphs.ir import Graph, Op, Value
 from graphs.program import program_of
 from online import RunStatus, replay_log, run
-from online.allocators import ALLOCATORS, FREE, HELD, Allocator, Arena, CachingAllocator, cheap_below
+from online.allocators import ALLOCATORS, FAR, FREE, HELD, Allocator, Arena, CachingAllocator, cheap_below
 from online.engines.engine import Engine, OutOfMemory, Release, Thrashed
 from online.engines.victims import Window, WithHoles, cheapest_window, victims
 from online.heuristics import ADDRESS_HEURISTICS, HEURISTICS, Heuristic, Pool
@@ -537,7 +537,7 @@ class CachingMachine(RuleBasedStateMachine):
         else:
             free = self.allocator._small if size <= MIB else self.allocator._large
             assert all(piece.size < size for piece in free)
-            used = {piece.offset >> 60 for piece in self.allocator._piece.values()}
+            used = {piece.offset >> FAR for piece in self.allocator._piece.values()}
             reserved = sum(self.allocator._segments[number][1] for number in used)
             segment = 2 * MIB if size <= MIB else 20 * MIB if size < 10 * MIB else -(-size // (2 * MIB)) * 2 * MIB
             assert reserved + segment > self.allocator.budget_bytes
@@ -738,7 +738,7 @@ def test_residents_that_do_not_fit_when_rounded() -> None:
     graph = Graph("small", (Op("f", (0, 1, 2), (3,), 1),), values, frozenset(range(3)), frozenset({3}))
     done = run(graph, 1024, heuristic="coop")
     assert done.failure is not None
-    assert (done.failure.op, done.failure.short_bytes) == ("f", 512)
+    assert (done.failure.op, done.failure.short_bytes) == ("the start", 512)
     assert run(graph, 2048, heuristic="coop").completed
 
 

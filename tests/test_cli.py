@@ -464,13 +464,19 @@ def test_files_with_numbers_that_nothing_can_hold_are_refused(
 
 
 @pytest.mark.parametrize("name", [r"a$\frac{$b", "\udce4", "\x07\x1b\t"])
-def test_any_name_can_be_the_title_of_a_picture(name: str, tmp_path: Path) -> None:
+def test_any_name_can_be_the_title_of_a_picture_and_of_a_table(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "graph.json"
     save_graph(replace(training_chain(4), name=name), path)
     for command in (["diff"], ["sweep", "--rule", "none"]):
         picture = tmp_path / f"{command[0]}.svg"
         assert main([command[0], str(path), *command[1:], "--budget", "0.9", "--plot", str(picture)]) == 0
         assert picture.stat().st_size > 1000
+    capsys.readouterr()
+    for command in (["diff", "--budget", "0.9"], ["sweep", "--rule", "none", "--budget", "0.9"], ["info"]):
+        assert main([command[0], str(path), *command[1:]]) == 0
+        assert "\x1b" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("option", ["--json", "--plot", "--out"])

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from graphs import Graph, GraphMismatch, InputError, Op, Value
-from online import compare, diff, run
+from graphs.synthetic import linear_network
+from online import compare, diff, run, split
 from planner import Plan, Status, plan, simulate
 
 
@@ -146,8 +147,24 @@ def test_misuse_is_told_in_one_sentence(chain: Graph) -> None:
             run(chain, 500, thrash_limit=limit)  # type: ignore[arg-type]
     with pytest.raises(InputError, match="heuristic must be a name"):
         run(chain, 500, heuristic=3)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="heuristic must be a name"):
+        compare(chain, 0.5, heuristics=None)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="progress must be a function or None, not 5"):
+        compare(chain, 0.5, progress=5)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=r"split takes a Run \(of online.run\), not an int"):
+        split(5)  # type: ignore[arg-type]
     with pytest.raises(InputError, match="seed must be"):
         run(chain, 500, heuristic="random", seed=-1)
+
+
+def test_a_split_is_of_runs_with_the_same_limit() -> None:
+    """With the usual one, the runs beside it would have been stopped."""
+    graph = linear_network(200, size_bytes=512)
+    done = run(graph, 512 * 12, heuristic="lru", thrash_limit=1000)
+    assert done.completed and (done.overhead or 0) > 10
+    assert split(done).addressed.completed
+    stopped = run(graph, 512 * 12, heuristic="lru+arena", thrash_limit=2)
+    assert not split(stopped).addressed.completed and split(stopped).addressed.thrash_limit == 2
 
 
 def test_progress_is_told(chain: Graph) -> None:

@@ -31,6 +31,8 @@ CHANGED = ["demand+reclaim", "dtr_eq+counted+yield", "dtr+next_use", "demand+nex
 CHANGED += [
     "dtr+banish",
     "dtr_eq+banish",
+    "demand+banish",
+    "demand+counted+banish",
     "dtr+caching",
     "local+arena",
     "coop",

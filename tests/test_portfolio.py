@@ -67,5 +67,9 @@ def test_bad_input() -> None:
         best_run(graph, 0.9, rules="dtr")
     with pytest.raises(InputError, match="rules"):
         best_run(graph, 0.9, rules=())
+    for none in (iter(()), 5, None):
+        with pytest.raises(InputError, match="rules must be one or more names"):
+            best_run(graph, 0.9, rules=none)  # type: ignore[arg-type]
+    assert len(best_run(graph, 0.9, rules=iter(("lru", "size"))).runs) == 2  # type: ignore[arg-type]
     with pytest.raises(InputError, match="nonsense"):
         best_run(graph, 0.9, rules=("nonsense",))

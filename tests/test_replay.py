@@ -9,6 +9,7 @@ import functools
 import gzip
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -113,6 +114,11 @@ def test_a_log_without_times_is_stopped_too(tmp_path: Path) -> None:
         replay_log(program, 60, thrash_limit=0.5)
     with pytest.raises(InputError, match="seed must be"):
         replay_log(program, 60, heuristic="random", seed=-1)
+    assert replay_log(program, 60, heuristic="lru+reclaim").steps == done.steps
+    with pytest.raises(InputError, match=r"its bytes add up to 2\^62 bytes or more"):
+        replay_log(replace(program, size_bytes=(1 << 62, *program.size_bytes[1:])), 60)
+    with pytest.raises(InputError, match="baseline_peak_bytes takes a Program"):
+        baseline_peak_bytes("log")  # type: ignore[arg-type]
 
 
 def test_a_view_is_rebuilt_after_its_base(tmp_path: Path) -> None:

@@ -132,6 +132,12 @@ def test_damaged_codes_are_refused(code: object) -> None:
         from_json([0, code])
 
 
+@pytest.mark.parametrize("codes", [None, 5])
+def test_what_is_no_list_of_codes_is_refused(codes: object) -> None:
+    with pytest.raises(InvalidSchedule, match="a schedule is a list of integers, not a"):
+        from_json(codes)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("seed", range(30))
 def test_keep_all_peak_is_the_naive_one(seed: int) -> None:
     graph = random_graph(seed, random=True, effect=True)

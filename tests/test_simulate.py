@@ -87,6 +87,12 @@ def test_each_rule_broken_once(small: Graph, schedule: Schedule, message: str) -
         simulate(small, schedule)
 
 
+def test_the_steps_of_an_iterator_are_checked_like_others(small: Graph) -> None:
+    assert simulate(small, iter(WHOLE)) == simulate(small, WHOLE)  # type: ignore[arg-type]
+    with pytest.raises(InvalidSchedule, match=r"step 1: expected Compute or Free with the number .*, found 5"):
+        simulate(small, iter((*WHOLE[:1], 5)))  # type: ignore[arg-type]
+
+
 def flagged(*flags: str) -> Graph:
     """One independent op for each flag ("random", "effect" or ""), no outputs."""
     ops = tuple(Op(f"op{i}", (), (i,), 1, random=flag == "random", effect=flag == "effect") for i, flag in enumerate(flags))

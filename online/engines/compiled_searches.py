@@ -15,15 +15,13 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from online.allocators import FREE
-from online.neighborhood import Demand, Exact, Neighborhood, Producers, Relations, UnionFind
+from online.neighborhood import MOST_NS, Demand, Exact, Neighborhood, Producers, Relations, UnionFind
 from planner.process.compiled import njit
 from planner.process.flat import Flags, Floats, Ints, rows
 from planner.process.loading import load_once
 
 BLOCK = 128  # slots whose least score is known
 NEAR = 64  # accesses on either side of the median among which the next one is looked for first
-MOST_NS = 2**51  # of all costs together: below, floats hold every sum that is made here
-
 MOST_CLOCK_NS = 2**46  # below, 64 bits hold what a division on the way to a price leaves, and 16 bits more
 FITS = 2**61
 WHOLE = 2**32  # a price of 1

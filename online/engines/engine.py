@@ -96,7 +96,7 @@ class Counters:
 class OutOfMemory(Exception):
     """Nothing is left to evict and an op still does not fit.
 
-    op            its number
+    op            its number; -1: something that is there from the start does not fit
     asked_bytes   bytes in use if it had run
     held          storages in memory that must not be evicted
     short_bytes   with an allocator: the block that could not be had
@@ -271,9 +271,9 @@ class Engine:
             getattr(self, name).extend(getattr(like, name))
 
     def preload(self, s: int) -> None:
-        """Pinned storage ``s`` is in memory from the start. Raises OutOfMemory, naming op 0, where an allocator has no room."""
+        """Pinned storage ``s`` is in memory from the start. Raises OutOfMemory, of no op, where an allocator has no room."""
         if self.allocator is not None and not self.allocator.preload(s, self.size_bytes[s]):
-            raise self._out_of_memory(0, self.used_bytes + self.size_bytes[s])
+            raise self._out_of_memory(-1, self.used_bytes + self.size_bytes[s])
         self.resident[s] = True
         self.used_bytes += self.size_bytes[s]
         self.peak_bytes = max(self.peak_bytes, self.used_bytes)
@@ -335,7 +335,8 @@ class Engine:
         self._dropped[s] = True
         if self._lazy:
             self.pool.dropped(s)
-        elif self.release is Release.EAGER and self.resident[s] and not self._pinned[s]:
+        at_once = self.pool.skips(s) if self._lazy else self.release is Release.EAGER
+        if at_once and self.resident[s] and not self._pinned[s]:
             self._counters.released += 1
             self._evict(s)
         if self.release is Release.BANISH:
@@ -650,6 +651,7 @@ class Engine:
             relations.evicted[s] = False
             self.pool.restored(s)
         relations.unlink(s)
+        self.pool.unlinked()
         self._banished.add(s)
         self._pinned[s] = True  # out of the pool for good, even if the op that runs now still holds it
 
