@@ -88,9 +88,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def work() -> int:
         rules, methods = rules_of(arguments.rule or RULES), methods_of(arguments.method or [PLANNER])
+        names = graph_names(arguments.graph)
         with closing(RowFile(arguments.out, ("graph", "method"))) as file:
             made = {key_of(row) for row in file.rows if row["method"] not in arguments.again}
-            for case in cases(graph_names(arguments.graph), arguments.data):
+            for case in cases(names, arguments.data):
                 for cell in cells_of(case, [*rules, *methods], gap=arguments.gap, time_limit_s=arguments.time_limit, seed=0):
                     if cell.key not in made:
                         file.append(_row(case.graph, cell, 2 * arguments.time_limit + SLACK_S))

@@ -14,7 +14,7 @@ from pathlib import Path
 from graphs.errors import InputError
 from planner.budget import format_bytes
 
-from .gpu_check import BOTH_COMPILED, COMPILED, ENTRIES, INTERPOSED, MATCHED, ONLINE, PLANNED, WHOLE
+from .gpu_check import BACKED, BACKEND, BOTH_COMPILED, COMPILED, ENTRIES, INTERPOSED, MATCHED, ONLINE, PLANNED, WHOLE
 from .output import ended
 from .page import END, ROOT, parser_of, percent, publish, table, with_section
 from .plots import draw_measured
@@ -81,6 +81,13 @@ def of_rows(rows: Iterable[Row]) -> list[Measured]:
         if row["graph"] is not None:
             groups.setdefault((row["graph"], row["device"]), []).append(row)
     return [Measured(mine) for mine in groups.values() if any(_is_plain(row) for row in mine)]
+
+
+def _check_one_backend(rows: Iterable[Row], path: str) -> None:
+    """Refuse compiled steps of several backends, which would stand beside each other as if of one. Raises InputError."""
+    backends = sorted({row.get("measured_backend", BACKEND) for row in rows if row["method"] in BACKED})
+    if len(backends) > 1:
+        raise InputError(f"{path} has compiled steps of several backends ({', '.join(backends)}); keep those of one in a file")
 
 
 def _is_plain(row: Row) -> bool:
@@ -224,7 +231,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     picture = page.with_suffix(".png")
 
     def work() -> int:
-        found = of_rows(read_rows(arguments.rows, ENTRIES))
+        rows = read_rows(arguments.rows, ENTRIES)
+        _check_one_backend(rows, arguments.rows)
+        found = of_rows(rows)
         if not found:  # nothing to put in place of what is on the page
             raise InputError(f"{arguments.rows} holds no measured steps of gpu_check")
         code = publish({page: with_section(page, BEGIN, results(found, picture.name))}, check=arguments.check)

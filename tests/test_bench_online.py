@@ -51,6 +51,7 @@ def test_the_page_is_drawn_from_the_rows(rows: Path, tmp_path: Path) -> None:
 def test_unknown_names_are_told(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert bench_online.main(["--graph", "nothing", "--out", str(tmp_path / "rows.jsonl")]) == 2
     assert "unknown graph 'nothing'" in capsys.readouterr().err
+    assert not (tmp_path / "rows.jsonl").exists()
 
 
 def test_the_default_rule_is_closer_to_the_optimum_on_every_committed_graph() -> None:

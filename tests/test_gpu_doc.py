@@ -103,8 +103,11 @@ def test_no_page_is_drawn_from_nothing(rows: list[dict[str, Any]], tmp_path: Pat
     given, page = tmp_path / "rows.jsonl", tmp_path / "gpu.md"
     page.write_text(f"{gpu_doc.BEGIN}\nold\n{END}\n")
     write_rows(str(given), rows)
+    both = tmp_path / "both.jsonl"
+    write_rows(str(both), [*ROWS, {**ROWS[-1], "measured_backend": "inductor"}])
     for path, said in (
         (given, "holds no measured steps of gpu_check"),
+        (both, "has compiled steps of several backends (aot_eager_decomp_partition, inductor)"),
         (ROOT / "benchmarks" / "eager_cpu.jsonl", "holds rows of another kind: row 1 has no entry 'share'"),
         (tmp_path / "none.jsonl", "cannot read"),
     ):
