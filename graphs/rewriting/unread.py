@@ -85,7 +85,7 @@ def _given(node: fx.Node, at: int) -> fx.Node:
 
 
 def _in_gradient(node: fx.Node) -> fx.Node | None:
-    """The memory of the gradient that a call is given, seen as its data is laid out; None where that is too small.
+    """The memory of the gradient that a call is given, from there on, seen as its data is laid out; None where that is too small.
 
     Kernels choose what they do by layouts, and the slower ones for what is not dense add up in another order.
     """
@@ -94,10 +94,10 @@ def _in_gradient(node: fx.Node) -> fx.Node | None:
     if (gradient.dtype, gradient.shape, gradient.stride()) == (data.dtype, data.shape, data.stride()):
         return given
     span = 1 + sum((n - 1) * s for n, s in zip(data.shape, data.stride(), strict=True))
-    room = storage_bytes(gradient) // gradient.element_size()
+    room = storage_bytes(gradient) // gradient.element_size() - int(gradient.storage_offset())
     if gradient.dtype != data.dtype or span > room:
         return None
-    return _new(node, aten.as_strided.default, (given, list(data.shape), list(data.stride()), 0), {})
+    return _new(node, aten.as_strided.default, (given, list(data.shape), list(data.stride())), {})
 
 
 def _expanded(node: fx.Node, elements: dict[torch.dtype, fx.Node]) -> fx.Node | None:
