@@ -159,6 +159,11 @@ class Step:
         return tuple(answer_and_place(node) for node in asked_in(self.module.graph))
 
     @property
+    def reformatted(self) -> str | None:
+        """What may be wrong where a call fails whose tensors were bound last; None: nothing that is known."""
+        return self._binding.reformatted
+
+    @property
     def buffers(self) -> dict[str, Tensor]:
         """Buffers of the model by name, and the parameters that its forward changes."""
         changed = {name: operator.attrgetter(name)(self.model) for name in _changed(self.results)}

@@ -376,8 +376,9 @@ class Spelled:
         """As arguments of ``run``; what is behind the name of the rule counts. Raises InputError for what is none."""
         if not isinstance(heuristic, str):
             raise InputError(f"heuristic must be a name ({', '.join(HEURISTICS)}), not {quoted(heuristic)}")
-        if not isinstance(reclaim, bool):
+        if reclaim not in (False, True):
             raise InputError(f"reclaim must be True or False, not {quoted(reclaim)}")
+        reclaim = bool(reclaim)
         if isinstance(options, str) or not isinstance(options, Iterable):
             raise InputError(f"options must be names in a list ({', '.join(Option)}), not {quoted(options)}")
         heuristic, *extras = heuristic.split("+")

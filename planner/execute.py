@@ -217,8 +217,10 @@ class PlannedModule(nn.Module):
                 for leftover in self._step.leftovers:
                     leftover.after_step()
                 return loss
-            except BaseException:
+            except BaseException as error:
                 undo.undo()
+                if isinstance(error, RuntimeError) and (why := self._step.reformatted) is not None:
+                    error.add_note(why)
                 raise
 
     def _check_sharding(self) -> None:
@@ -322,8 +324,8 @@ class PlannedModule(nn.Module):
         return f"{type(self._step.model).__name__}, {len(graph.ops)} ops, peak {self._peak_bytes:,} bytes"
 
     def train(self, mode: bool = True) -> PlannedModule:
-        self.training = mode
         self._step.model.train(mode)
+        self.training = self._step.model.training
         return self
 
     def apply(self, fn: Callable[[nn.Module], None]) -> PlannedModule:

@@ -327,6 +327,24 @@ def test_an_input_read_by_its_place_in_its_storage_is_refused() -> None:
         graphed_alone(model, x)
 
 
+def test_an_input_of_another_memory_format_is_refused() -> None:
+    """The buffer that it is copied into has the captured one."""
+
+    class Grey(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(1, 4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            loss: Tensor = self.conv(x).square().mean()
+            return loss
+
+    module = graphed_alone(Grey(), torch.randn(2, 1, 6, 6))
+    with pytest.raises(InputError, match=r"inputs: by the strides of a dimension of one element, .*; or use module\(\) without"):
+        module(torch.randn(2, 6, 6, 1).permute(0, 3, 1, 2))
+    module(torch.randn(2, 1, 6, 6)).backward()
+
+
 def renewed(model: nn.Module, way: str) -> None:
     """Other parameters in the same memory."""
     if way == "assigned":

@@ -882,7 +882,7 @@ def test_gradients_are_right_or_refused_beside_a_thread_that_draws() -> None:
                 continue
             for weight in model.weights:
                 assert weight.grad is not None
-                assert float(weight.grad.double().sum() / loss.double()) == pytest.approx(2, rel=1e-3)
+                assert float(weight.grad.double().sum() / loss.detach().double()) == pytest.approx(2, rel=1e-3)
     finally:
         done.set()
         thread.join()
@@ -1511,28 +1511,72 @@ def squares(y: Tensor) -> Tensor:
     return y.square().mean()
 
 
+class Grey(nn.Module):
+    """Of images of one channel; ``flat``: with a view behind the convolutions."""
+
+    def __init__(self, *, flat: bool) -> None:
+        super().__init__()
+        self.flat = flat
+        self.first, self.second = nn.Conv2d(1, 8, 3), nn.Conv2d(8, 8, 3)
+        self.norm = nn.BatchNorm2d(8)
+        self.last = nn.Linear(8 * 100 if flat else 8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.second(self.norm(self.first(x)).relu())
+        return squares(self.last(y.view(4, -1) if self.flat else y.mean((2, 3))))
+
+
+def grey(last: bool) -> Tensor:
+    return torch.randn(4, 14, 14, 1).permute(0, 3, 1, 2) if last else torch.randn(4, 1, 14, 14)
+
+
 @pytest.mark.parametrize("replan", [False, True])
-def test_an_input_may_have_other_strides_where_they_place_no_element_elsewhere(replan: bool) -> None:
-    """Kernels choose their memory format by such strides, and a view behind them does not fit then: images of one channel that
-    come with their channels last."""
-    model = nn.Sequential(nn.Conv2d(1, 8, 3), nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(8 * 16, 4))
+@pytest.mark.parametrize("last", [False, True])
+def test_strides_of_single_elements_choose_kernels_as_in_plain_pytorch(last: bool, replan: bool) -> None:
+    """Images of one channel are contiguous and channels last at once, and convolutions go by the strides."""
+    model = Grey(flat=False)
     twin = copy.deepcopy(model)
-    x = torch.randn(4, 8, 8, 1).permute(0, 3, 1, 2)
-    module = plan_of(model, 1.0, inputs=torch.randn(4, 1, 8, 8), loss=squares).module(replan=replan)
-    for batch in (x, x.clone(memory_format=torch.contiguous_format), x, x):
+    module = plan_of(model, 400_000, inputs=grey(not last)).module(replan=replan)
+    for batch in (grey(last), grey(not last), grey(last)):
+        assert batch.is_contiguous()
         module(batch).backward()
-        squares(twin(batch.clone(memory_format=torch.contiguous_format))).backward()
+        twin(batch).backward()
     for ours, plain in zip(model.parameters(), twin.parameters(), strict=True):
         assert ours.grad is not None and plain.grad is not None and torch.equal(ours.grad, plain.grad)
-    assert getattr(module, "planned", 1) == 1
+    assert getattr(module, "planned", 2) == 2
 
 
-def test_parameters_of_another_memory_format_are_noticed_by_their_strides() -> None:
-    model = nn.Sequential(nn.Conv2d(8, 8, 1), nn.Conv2d(8, 4, 1))
-    module = plan_of(model, 1.0, inputs=torch.randn(2, 8, 4, 4), loss=squares).module()
-    model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    with pytest.raises(InputError, match=r"0\.weight has strides \(8, 1, 8, 8\), .* with \(8, 1, 1, 1\), .* capture it again"):
-        module(torch.randn(2, 8, 4, 4))
+def test_where_strides_of_single_elements_do_not_fit_a_view_it_is_said() -> None:
+    model = Grey(flat=True)
+    module = plan_of(model, 400_000, inputs=grey(False)).module()
+    with pytest.raises(RuntimeError, match="view size is not compatible") as caught:
+        module(grey(True))
+    assert "inputs: by the strides of a dimension of one element, channels last now" in caught.value.__notes__[0]
+    assert torch.equal(module(batch := grey(False)), model(batch))
+
+
+class Gamma(nn.Module):
+    """Parameters of one place for each channel, in no convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gamma, self.beta = nn.Parameter(torch.rand(1, 8, 1, 1)), nn.Parameter(torch.rand(1, 8, 1, 1))
+        self.point = nn.Conv2d(8, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return squares(self.point((x * self.gamma + self.beta).relu()))
+
+
+def test_parameters_may_become_channels_last_where_that_moves_no_element() -> None:
+    model, x = Gamma(), torch.randn(2, 8, 5, 5)
+    twin = copy.deepcopy(model)
+    module = plan_of(model, 1.0, inputs=x).module()
+    for each in (model, twin):
+        each.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    module(x).backward()
+    twin(x).backward()
+    for ours, plain in zip(model.parameters(), twin.parameters(), strict=True):
+        assert ours.grad is not None and plain.grad is not None and torch.equal(ours.grad, plain.grad)
 
 
 class ByPlace(nn.Linear):
@@ -1586,6 +1630,26 @@ def test_the_flag_of_training_is_the_models(mlp: Case) -> None:
     module = plan_of(model, 1.0, inputs=mlp.inputs).module()
     module.training = False
     assert not model.training
+
+
+class Frozen(nn.Linear):
+    """A model that cannot be switched, as frozen ones are written."""
+
+    def train(self, mode: bool = True) -> Frozen:
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        return squares(super().forward(x))
+
+
+def test_a_model_that_is_not_switched_stays_as_it_is() -> None:
+    model, x = Frozen(4, 4), torch.randn(3, 4)
+    for training in (True, False):
+        model.training = training
+        module = plan_of(model, 1.0, inputs=x).module()
+        module.train(not training)
+        assert module.training is model.training is training
+        assert torch.equal(module(x), model(x))
 
 
 def test_what_libraries_note_about_the_module_stays_with_it(mlp: Case) -> None:

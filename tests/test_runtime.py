@@ -350,6 +350,8 @@ def test_small_values_that_are_dropped_go_though_none_is_chosen(rule: str) -> No
     graph = Graph("pairs", tuple(ops), tuple(values), frozenset(), frozenset(last))
     done = run(graph, 1.0, heuristic=f"{rule}+skip_small")
     assert done.completed and not done.counters.recomputations
+    if rule != "dtr":
+        assert not run(graph, 1.0, heuristic=f"{rule}+skip_small+ignore").completed  # which lets nothing go
 
 
 def test_thrashing_stops_a_run() -> None:

@@ -281,6 +281,20 @@ class Blocks(nn.Module):
         return scores.square().mean()
 
 
+@pytest.mark.parametrize("size", [4, 16])
+def test_the_gradient_of_a_frozen_weight_that_nobody_asked_for_counts(size: int) -> None:
+    """oneDNN makes it with the gradient of the bias."""
+    model = nn.Sequential(nn.Conv2d(3, 64, 1), nn.Tanh(), only_bias(nn.Conv2d(64, 64, 3, padding=1)), nn.Tanh())
+    x = torch.randn(2, 3, size, size)
+    p = plan(model, 1.0, inputs=x, loss=lambda y: y.mean())
+    assert p.step is not None
+    module = p.module()
+    found = measure(lambda: module(x).backward(), p.step.device, resident_before_backward(p.step), prepare=model.zero_grad)
+    assert found.peak_bytes <= p.peak_bytes
+    if size == 4:  # the weight is most of it
+        assert found.peak_bytes == p.peak_bytes
+
+
 @pytest.mark.parametrize("share", [1.0, 0.8, 0.6])
 def test_a_plan_takes_its_bytes_and_has_the_bits(share: float) -> None:
     torch.manual_seed(0)

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from graphs.errors import CaptureError
 from graphs.ir import Graph, Op, Value
 from graphs.rewriting.nodes import is_effect, is_random, tensors_of
-from graphs.rewriting.sizes import cuda_bytes, real_bytes
+from graphs.rewriting.sizes import cuda_bytes, real_bytes, unasked_bytes
 from graphs.torch_private.names import OpOverload, is_operator
 from graphs.torch_private.tensors import storage_bytes, storage_key
 
@@ -95,6 +95,8 @@ class Numbering:
                 self._of_fake[key] = self._new(f"{node.name}.{i}" if several else node.name, size, tensor.device)
             entries.append(self._of_fake[key])
         outputs = tuple(dict.fromkeys(v for v in entries if v is not None))
+        if unasked := unasked_bytes(node):
+            outputs += (self._new(f"{node.name}.unasked", unasked, self.where),)
         if several:
             self._entries[node] = entries
         elif outputs:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, fx
@@ -51,6 +52,15 @@ def real_bytes(node: fx.Node, index: int, tensor: Tensor, held_bytes: Callable[[
     if getattr(node.target, "overloadpacket", None) in _WINDOWS and tensor.numel() > 1 and node.args[1:2] != (False,):
         return size + tensor.element_size()  # periodic ones likewise
     return size
+
+
+def unasked_bytes(node: fx.Node) -> int:
+    """Bytes of what a kernel returns unasked: oneDNN makes the gradient of a convolution's weight with that of its bias."""
+    if node.target is not aten.convolution_backward.default:
+        return 0
+    weight: Tensor = node.args[2].meta["val"]  # type: ignore[union-attr]
+    mask = cast(Sequence[bool], node.args[10])
+    return storage_bytes(torch.empty_like(weight)) if weight.device.type == "cpu" and mask[2] and not mask[1] else 0
 
 
 def cuda_bytes(size_bytes: int) -> int:

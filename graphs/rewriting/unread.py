@@ -25,7 +25,8 @@ GRADIENT, DATA = 0, 1  # where these stand among the arguments of all of these
 
 
 def _frozen_weight(args: tuple[Any, ...]) -> bool:
-    """The gradient of a convolution's input takes its weight alone."""
+    """The gradient of a convolution's input takes its weight alone. (What oneDNN makes of the data beside the gradient of a bias
+    is thrown away.)"""
     return not args[10][1]
 
 

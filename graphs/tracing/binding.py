@@ -60,19 +60,9 @@ class _Want:
                 f"give it with the captured layout{', .contiguous()' if like.is_contiguous() else ''}"
             )
 
-    def check_memory_format(self, label: str, tensor: Tensor) -> None:
-        """Refuse what kernels take for channels last, or no more, by strides that place no element elsewhere."""
-        if tensor.stride() != self.strides and _channels_last(self.shape, tensor.stride()) != _channels_last(
-            self.shape, self.strides
-        ):
-            raise InputError(
-                f"{label} has strides {tensor.stride()}, but the step was captured with {self.strides}, and convolutions choose "
-                f"their memory format by them; capture it again"
-            )
 
-
-def _channels_last(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """What kernels ask of a layout (``is_channels_last_strides`` of PyTorch): strides of dimensions of one element count."""
+def looks_channels_last(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """What convolutions ask of a layout (``is_channels_last_strides`` of PyTorch): strides of dimensions of one element count."""
     if len(shape) not in (4, 5) or not strides[1]:
         return False
     least = 0
@@ -128,7 +118,7 @@ class Binding:
             elif source.kind != "tangent" and (everywhere or source.kind != "parameter" or not source.trainable):
                 self._beside.append((i, value))
         self._fixed = fixed
-        self._relaid: tuple[int, ...] = ()  # inputs bound last whose strides differ where there is one element only
+        self._reformatted: tuple[str, ...] = ()  # what was bound last and is channels last, or is not, by strides of one element
         self._like_before = SameTensors()  # what was bound last and found right, the tangent aside
         self._tangent = next((i for i, source in enumerate(sources) if source.kind == "tangent"), None)
 
@@ -147,7 +137,6 @@ class Binding:
             self._wanted[self._tangent].check("tangent", bound[self._tangent])
         self._check_together(bound)
         self.check_apart(bound)
-        self._lay_out(bound)
         if detached:
             bound = [tensor if place is None else tensor.detach() for place, tensor in zip(self._places, bound, strict=True)]
         return bound
@@ -162,13 +151,18 @@ class Binding:
             self._check_together(bound)
         except InputError:
             return None
-        self._lay_out(bound)
         return bound
 
-    def _lay_out(self, bound: list[Tensor]) -> None:
-        """Give inputs the captured strides where theirs place the elements alike: kernels and views go by them."""
-        for i in self._relaid:
-            bound[i] = bound[i].as_strided(self._wanted[i].shape, self._wanted[i].strides)
+    @property
+    def reformatted(self) -> str | None:
+        """What may be wrong where the latest call fails within the step: the captured views are of another memory format."""
+        if not self._reformatted:
+            return None
+        return (
+            f"{', '.join(self._reformatted)}: by the strides of a dimension of one element, channels last now or when the step "
+            f"was captured, not both, and convolutions choose their memory format by them; give the captured strides "
+            f"(as_strided), use module(replan=True), or capture the step again"
+        )
 
     def _without_tangent(self, bound: list[Any]) -> list[Any]:
         at = self._tangent
@@ -222,8 +216,8 @@ class Binding:
 
     def _check_one_by_one(self, bound: list[Any]) -> None:
         """Refuse what differs from the captured step in a way the graph depends on."""
-        relaid: list[int] = []
-        for i, (source, want, tensor) in enumerate(zip(self._sources, self._wanted, bound, strict=True)):
+        reformatted: list[str] = []
+        for source, want, tensor in zip(self._sources, self._wanted, bound, strict=True):
             if isinstance(tensor, Tensor) and is_functorch_wrapped(tensor):
                 raise InputError(
                     f"{source.name or source.kind} belongs to a transform of torch.func (grad, jvp, vmap), in which a captured "
@@ -238,11 +232,9 @@ class Binding:
             elif source.kind == "input" and isinstance(tensor, Tensor) and tensor.requires_grad:
                 raise InputError(f"{source.name} requires a gradient, but inputs get none; give it detached")
             want.check(source.name or source.kind, tensor)
-            if source.kind in ("parameter", "buffer"):
-                want.check_memory_format(source.name, tensor)
-            elif source.kind == "input" and tensor.stride() != want.strides:
-                relaid.append(i)
-        self._relaid = tuple(relaid)
+            if looks_channels_last(want.shape, tensor.stride()) != looks_channels_last(want.shape, want.strides):
+                reformatted.append(source.name or source.kind)
+        self._reformatted = tuple(reformatted)
 
     def _check_tangents(self, bound: list[Any]) -> None:
         for source, tensor in zip(self._sources, bound, strict=True):

@@ -335,7 +335,7 @@ class Engine:
         self._dropped[s] = True
         if self._lazy:
             self.pool.dropped(s)
-        at_once = self.pool.skips(s) if self._lazy else self.release is Release.EAGER
+        at_once = self.release is not Release.IGNORE and (self.pool.skips(s) if self._lazy else self.release is Release.EAGER)
         if at_once and self.resident[s] and not self._pinned[s]:
             self._counters.released += 1
             self._evict(s)

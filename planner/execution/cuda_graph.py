@@ -22,6 +22,7 @@ from graphs.errors import InputError
 from graphs.rewriting.nodes import read_by_place
 from graphs.torch_private.running import end_failed_capture
 from graphs.torch_private.tensors import in_place, is_batched_gradient
+from graphs.tracing.binding import looks_channels_last
 from planner.execute import Kept, PlannedModule, as_captured, placeholders, unit_tangent
 from planner.execution.draws import repeats_by
 from planner.execution.graph_draws import GraphRepeats
@@ -197,8 +198,10 @@ class GraphedModule(PlannedModule):
                 f"{step.graph.name} reads {step.sources[begin].name} by its place in its storage (as_strided), and a copy "
                 f"has none; {_PLAIN}"
             )
+        self._strides = {i: captured[i].stride() for i in self._inputs}
         self._gaps = {i: length for i in self._inputs if (length := _length_with_gaps(captured[i])) is not None}
         self._stay = [i for i, kind in enumerate(kinds) if kind not in ("input", "tangent")]
+        self._staying = operator.itemgetter(self._stay[0], *self._stay)  # of two or more it gives a tuple
         # What operators that are none of PyTorch's own may draw from on the host; see ``_warm_up``.
         self._on_host = tuple(each for each in self._generators if each.device.type != step.device.type)
         self._generators = tuple(each for each in self._generators if each.device.type == step.device.type)
@@ -231,6 +234,8 @@ class GraphedModule(PlannedModule):
                         parameter.grad = parameter.grad.detach().clone()
 
     def _run_forward(self, bound: list[Tensor], undo: Undo, check: Callable[[], None] | None = None) -> tuple[Tensor, Kept]:
+        if self._step.reformatted is not None:
+            self._check_formats(bound)
         ready = self._recorded is not None and self._is_recorded_with(self._recorded, bound)
         if check is not None and (self._pending is not None or not ready):
             check()  # a call that is refused leaves the one before its backward
@@ -265,8 +270,16 @@ class GraphedModule(PlannedModule):
     def _is_recorded_with(self, recorded: _Recorded, bound: list[Tensor]) -> bool:
         """Whether parameters, buffers and constants are those that the graphs were recorded with, and where they were. Others in
         the same memory have gradients and versions of their own."""
-        now, then = [bound[i] for i in self._stay], [recorded.bound[i] for i in self._stay]
-        return all(map(operator.is_, now, then)) and in_place(bound, recorded.places, self._stay)
+        return all(map(operator.is_, self._staying(bound), self._staying(recorded.bound))) and in_place(
+            bound, recorded.places, self._stay
+        )
+
+    def _check_formats(self, bound: list[Tensor]) -> None:
+        """Refuse inputs of another memory format: the buffers that they are copied into have the captured one."""
+        for i in self._inputs:
+            shape, now, then = bound[i].shape, bound[i].stride(), self._strides[i]
+            if looks_channels_last(shape, now) != looks_channels_last(shape, then):
+                raise InputError(f"{self._step.reformatted}; or {_PLAIN}")
 
     def _in_memory(self, i: int, tensor: Tensor) -> Tensor:
         """An input as it lies in memory, with what is in its gaps."""
@@ -371,8 +384,9 @@ class GraphedModule(PlannedModule):
 
 def _length_with_gaps(tensor: Tensor) -> int | None:
     """Elements from the first to the last of a tensor with gaps in memory, or whose places share it; None of others."""
-    length = extent(tensor.shape, tensor.stride()) if tensor.numel() else 0
-    return None if length == tensor.numel() else length
+    if not tensor.numel() or torch.empty_like(tensor).stride() == tensor.stride():
+        return None
+    return extent(tensor.shape, tensor.stride())
 
 
 def _cuda(step: Step) -> Recorder:

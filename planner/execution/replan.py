@@ -13,6 +13,7 @@ from graphs.errors import BranchChanged
 from graphs.torch_private.names import tree_flatten
 from graphs.torch_private.running import left_to_run
 from graphs.torch_private.tensors import storage_key
+from graphs.tracing.binding import looks_channels_last
 from graphs.tracing.inputs import in_order, plain
 from planner.execute import PlannedModule, check_region, inputs_of_call
 from planner.plan import COSTS, plan, with_costs
@@ -109,7 +110,8 @@ def _kind(leaf: object) -> Hashable:
     """What a step is captured for: shape, dtype and layout of a tensor, a number or text itself."""
     if not isinstance(leaf, Tensor):
         return type(leaf), repr(leaf)
-    return tuple(leaf.shape), leaf.dtype, None if leaf.is_contiguous() else leaf.stride()
+    last = looks_channels_last(leaf.shape, leaf.stride())  # also where it is contiguous
+    return tuple(leaf.shape), leaf.dtype, None if leaf.is_contiguous() else leaf.stride(), last
 
 
 def _memory(leaf: object) -> int | None:
