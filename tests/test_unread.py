@@ -313,3 +313,17 @@ def test_a_compiled_model_has_the_bits() -> None:
     torch._dynamo.reset()
     model, x = Blocks(), torch.randn(4, 3, 16, 16)
     assert_same_gradients(model, x, torch.compile(model, backend="belady", options={"budget": 0.7}))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("layer", [nn.AvgPool2d(2), nn.AdaptiveAvgPool2d((4, 3)), nn.ReflectionPad2d(2)])
+def test_inductor_compiles_what_stands_in(layer: nn.Module) -> None:
+    torch._dynamo.reset()
+    model, x = Around(layer, images()), torch.randn(2, 3, 12, 10)
+    twin = copy.deepcopy(model)
+    torch.compile(twin, backend="belady", options={"budget": 1.0, "kernels": "inductor"})(x).backward()
+    model(x).backward()
+    for ours, plain in zip(twin.parameters(), model.parameters(), strict=True):
+        assert ours.grad is not None and plain.grad is not None
+        torch.testing.assert_close(ours.grad, plain.grad)

@@ -111,13 +111,15 @@ def _expanded(node: fx.Node, elements: dict[torch.dtype, fx.Node]) -> fx.Node | 
         return None
     # oneDNN's convolutions would copy it, pooling would on CUDA, and batch norms would take the way for what is not dense.
     if node.target is aten.convolution_backward.default:
-        leaves_it = data.device.type == "cuda" and node.args[9] == 1  # cuDNN's, of one group
+        # cuDNN's, of one group; those of lines are copied before it is chosen.
+        leaves_it = data.device.type == "cuda" and node.args[9] == 1 and data.dim() > 3
     else:
         leaves_it = data.device.type == "cpu" and node.target is not aten.native_batch_norm_backward.default
     if not leaves_it:
         return None
     if data.dtype not in elements:
-        elements[data.dtype] = _new(node, aten.zeros.default, ([1],), {"dtype": data.dtype, "device": data.device})
+        # Inductor has no kernel of its own for ``zeros``.
+        elements[data.dtype] = _new(node, aten.full.default, ([1], 0), {"dtype": data.dtype, "device": data.device})
     return _new(node, aten.expand.default, (elements[data.dtype], list(data.shape)), {})
 
 
