@@ -98,9 +98,9 @@ def split(run_: Run) -> Split:
         raise InputError(f"split takes a Run (of online.run), not {a_kind(run_)}")
     heuristic, others = rule(run_.heuristic), run_.options - {Option.NEXT_USE}
 
-    def again(allocator: str, options: Collection[Option]) -> Run:
+    def again(allocator: str | None, options: Collection[Option], named: str = run_.heuristic) -> Run:
         return run(
-            run_.graph, run_.budget_bytes, heuristic=run_.heuristic, allocator=allocator, release=run_.release,
+            run_.graph, run_.budget_bytes, heuristic=named, allocator=allocator, release=run_.release,
             reclaim=run_.reclaim, options=options, seed=run_.seed, thrash_limit=run_.thrash_limit,
         )  # fmt: skip
 
@@ -109,11 +109,7 @@ def split(run_: Run) -> Split:
     if run_.allocator == "bytes":
         return Split(run_, told, again("arena", run_.options), run_.counters.search_s)
     if heuristic.window or heuristic.holes:
-        stands_in = run(
-            run_.graph, run_.budget_bytes, heuristic="dtr", release=run_.release, reclaim=run_.reclaim, seed=run_.seed,
-            thrash_limit=run_.thrash_limit,
-        )  # fmt: skip
-        return Split(run_, told, stands_in, run_.counters.search_s)
+        return Split(run_, told, again(None, (), "dtr"), run_.counters.search_s)
     return Split(run_, told, again("bytes", run_.options), run_.counters.search_s)
 
 

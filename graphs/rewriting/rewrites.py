@@ -222,7 +222,7 @@ def settle_draws(graph: fx.Graph) -> None:
     remove_dead(graph)  # the memory
 
 
-def _insert(at: fx.Node, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> fx.Node:
+def backward_call(at: fx.Node, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> fx.Node:
     """A new call of the backward before node ``at``."""
     with at.graph.inserting_before(at):
         node = at.graph.call_function(target, args, dict(kwargs))
@@ -266,10 +266,10 @@ def own_gradients(graph: fx.Graph, parameter_of: Mapping[int, Tensor]) -> None:
             if shared or not value.permute(order).is_contiguous():
                 where = graph.output_node() if node.op == "placeholder" else node.next
                 in_order = order == sorted(order)
-                laid = node if in_order else _insert(where, aten.permute.default, (node, order), {})
-                made = _insert(where, aten.clone.default, (laid,), {"memory_format": torch.contiguous_format})
+                laid = node if in_order else backward_call(where, aten.permute.default, (node, order), {})
+                made = backward_call(where, aten.clone.default, (laid,), {"memory_format": torch.contiguous_format})
                 back = [order.index(d) for d in range(len(order))]
-                nodes[at] = made if in_order else _insert(where, aten.permute.default, (made, back), {})
+                nodes[at] = made if in_order else backward_call(where, aten.permute.default, (made, back), {})
                 continue
         taken.setdefault(key, []).append((start, stop))
     graph.output_node().args = (tuple(nodes),)

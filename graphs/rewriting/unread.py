@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from graphs.rewriting.nodes import tensors_of
-from graphs.rewriting.rewrites import remove_dead
+from graphs.rewriting.rewrites import backward_call, remove_dead
 from graphs.torch_private.names import OpOverload, tree_leaves
 from graphs.torch_private.tensors import storage_bytes, storage_key
 
@@ -98,7 +98,7 @@ def _in_gradient(node: fx.Node) -> fx.Node | None:
     room = storage_bytes(gradient) // gradient.element_size() - int(gradient.storage_offset())
     if gradient.dtype != data.dtype or span > room:
         return None
-    return _new(node, aten.as_strided.default, (given, list(data.shape), list(data.stride())), {})
+    return backward_call(node, aten.as_strided.default, (given, list(data.shape), list(data.stride())), {})
 
 
 def _expanded(node: fx.Node, elements: dict[torch.dtype, fx.Node]) -> fx.Node | None:
@@ -118,9 +118,10 @@ def _expanded(node: fx.Node, elements: dict[torch.dtype, fx.Node]) -> fx.Node | 
     if not leaves_it:
         return None
     if data.dtype not in elements:
-        # Inductor has no kernel of its own for ``zeros``.
-        elements[data.dtype] = _new(node, aten.full.default, ([1], 0), {"dtype": data.dtype, "device": data.device})
-    return _new(node, aten.expand.default, (elements[data.dtype], list(data.shape)), {})
+        with data.fake_mode:  # Inductor has no kernel of its own for ``zeros``
+            one = backward_call(node, aten.full.default, ([1], 0), {"dtype": data.dtype, "device": data.device})
+        elements[data.dtype] = one
+    return backward_call(node, aten.expand.default, (elements[data.dtype], list(data.shape)), {})
 
 
 def _is_view(node: fx.Node) -> bool:
@@ -136,13 +137,3 @@ def _read(node: fx.Node, *, but: int | None) -> Iterator[Tensor]:
     for each in tree_leaves((args, dict(node.kwargs))):
         if isinstance(each, fx.Node):
             yield from tensors_of(each)
-
-
-def _new(at: fx.Node, target: OpOverload[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
-    """A new call of the backward before node ``at``."""
-    with at.graph.inserting_before(at):
-        node = at.graph.call_function(target, args, kwargs)
-    given = fx.map_arg(args, lambda each: each.meta["val"])
-    with torch.no_grad(), _given(at, GRADIENT).meta["val"].fake_mode:
-        node.meta = {"val": target(*given, **kwargs), "partitioner_tag": "is_backward"}
-    return node
