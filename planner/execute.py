@@ -21,7 +21,7 @@ from torch import Tensor, fx, nn
 
 from graphs.capture import Inputs, Step, bind, bind_again, check_late
 from graphs.errors import InputError
-from graphs.rewriting.nodes import outputs_of
+from graphs.rewriting.nodes import offset_named, outputs_of
 from graphs.torch_private.running import apply_function, left_to_run
 from graphs.torch_private.tensors import is_batched_gradient, storage_address
 from graphs.tracing.body import region_of
@@ -179,7 +179,7 @@ class PlannedModule(nn.Module):
         index = {source.name: i for i, source in enumerate(step.sources) if source.kind in ("parameter", "buffer")}
         self._trained = tuple(index[result.name] for result in step.results if result.kind == "gradient")
         self._generators = generators_of(step)
-        self._redraws = any(node.target is repeat_draw for node in self._halves.backward.graph.nodes)
+        self._unbatched = _unbatched(step, self._halves)
         self._tangents = tuple(i for i, source in enumerate(step.sources) if source.kind == "tangent")
         self._no_tangent = torch.empty(0)
         # Nothing outside has seen the forward until its results are written, so what is edited may be looked for beside it.
@@ -408,10 +408,10 @@ class _Train(torch.autograd.Function):
             try:
                 if torch.is_grad_enabled():
                     raise InputError("a planned step has no second derivative: call backward without create_graph=True")
-                if ctx.module._redraws and is_batched_gradient(tangent):
+                if ctx.module._unbatched is not None and is_batched_gradient(tangent):
                     raise InputError(
-                        "with is_grads_batched=True the backward runs under vmap, where the random ops that this plan runs again "
-                        "cannot repeat their draws; call torch.autograd.grad once for each of the gradients"
+                        f"with is_grads_batched=True the backward runs under vmap, where {ctx.module._unbatched}; call "
+                        f"torch.autograd.grad once for each of the gradients"
                     )
                 if kept is None:
                     raise InputError("backward ran before on this loss, and its values are gone; run the forward again first")
@@ -492,6 +492,19 @@ def _watched(step: Step, halves: Halves) -> tuple[tuple[str, ...], tuple[int, ..
     if halves.loss_at is not None:
         watched[halves.loss_at] = "the loss"
     return tuple(watched.values()), tuple(watched)
+
+
+def _unbatched(step: Step, halves: Halves) -> str | None:
+    """Why a backward cannot make many gradients at once, if it cannot."""
+    if any(node.target is repeat_draw for node in halves.backward.graph.nodes):
+        return "the random ops that this plan runs again cannot repeat their draws"
+    scatter = torch.ops.aten.as_strided_scatter.default
+    places = [
+        offset_named(call) for op, call in zip(step.graph.ops, step.calls, strict=True) if op.backward and call.target is scatter
+    ]
+    if any(place is not None for place in places):
+        return "the gradient of as_strided from a given offset on has wrong numbers"
+    return None
 
 
 _NOTHING = contextlib.nullcontext()

@@ -791,6 +791,47 @@ def test_batched_gradients_are_made_where_no_draw_is_repeated(share: float) -> N
         torch.autograd.grad(loss, weights, grad_outputs=tangents, is_grads_batched=True)
 
 
+def gradients_of_two(run: Callable[..., Any], model: nn.Module, x: Tensor) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(run(x), tuple(model.parameters()), torch.tensor([2.0, 3.0]), is_grads_batched=True)
+
+
+def test_batched_gradients_of_a_pool_to_one_element() -> None:
+    """Channels last, PyTorch makes its result with ``as_strided``."""
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten()).to(memory_format=torch.channels_last)
+    x = torch.randn(2, 3, 8, 8).contiguous(memory_format=torch.channels_last)
+    step = capture(model, x, loss=lambda y: y.square().mean())
+    ours = gradients_of_two(PlannedModule(step, keep_all(step.graph), 10**9), model, x)
+    theirs = gradients_of_two(lambda x: model(x).square().mean(), model, x)
+    for mine, plain in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, plain)
+
+
+class Corners(nn.Module):
+    def __init__(self, offset: int | None) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.offset = offset
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x).tanh()
+        return (y.as_strided((2, 3), (8, 1), self.offset).sin() * y.as_strided((3, 4), (8, 2)).mean()).sum()
+
+
+@pytest.mark.parametrize("offset", [None, 0, 1])
+def test_batched_gradients_of_what_is_strided(offset: int | None) -> None:
+    model, x = Corners(offset), torch.randn(4, 8)
+    step = capture(model, x)
+    module = PlannedModule(step, keep_all(step.graph), 10**9)
+    if offset == 1:
+        with pytest.raises(
+            InputError, match="is_grads_batched=True the backward runs under vmap, where the gradient of as_strided "
+        ):
+            gradients_of_two(module, model, x)
+        return
+    for mine, plain in zip(gradients_of_two(module, model, x), gradients_of_two(model, model, x), strict=True):
+        torch.testing.assert_close(mine, plain)
+
+
 class Leaving(nn.Module):
     """Leaves an auxiliary loss and features for others to find."""
 

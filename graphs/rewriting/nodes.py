@@ -38,10 +38,26 @@ def calls_in(module: fx.GraphModule) -> list[fx.Node]:
     return [node for node in module.graph.nodes if node.op == "call_function"]
 
 
+# Their offset is one into the storage, wherever what they are given begins.
+_OFFSET_ARGUMENT = {torch.ops.aten.as_strided.default: 3, torch.ops.aten.as_strided_scatter.default: 4}
+
+
+def offset_named(node: fx.Node) -> Any:
+    """Where in the storage a call of ``as_strided`` or its scatter begins, if it says so; None for others."""
+    at = _OFFSET_ARGUMENT.get(cast(Any, node.target))
+    return None if at is None else (node.args[at:] or (node.kwargs.get("storage_offset"),))[0]
+
+
+def leave_out_offset(node: fx.Node) -> None:
+    """Have a call of ``as_strided`` or its scatter begin where what it is given does."""
+    node.args = node.args[: _OFFSET_ARGUMENT[cast(Any, node.target)]]
+    node.kwargs = {name: value for name, value in node.kwargs.items() if name != "storage_offset"}
+
+
 def read_by_place(graph: fx.Graph) -> list[int]:
     """The indices of placeholders in whose storages something is read from a given place on, wherever they begin themselves."""
     strided = graph.find_nodes(op="call_function", target=torch.ops.aten.as_strided.default)
-    places = [node for node in strided if (node.args[3:] or (node.kwargs.get("storage_offset"),))[0] is not None]
+    places = [node for node in strided if offset_named(node) is not None]
     storages = {storage_key(t) for node in places for t in tensors_of(node)}
     placeholders = graph.find_nodes(op="placeholder")
     return [i for i, node in enumerate(placeholders) if any(storage_key(t) in storages for t in tensors_of(node))]

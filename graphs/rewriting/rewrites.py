@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx
 
-from graphs.rewriting.nodes import attribute, is_effect, is_random, outputs_of, tensors_of
+from graphs.rewriting.nodes import attribute, is_effect, is_random, leave_out_offset, offset_named, outputs_of, tensors_of
 from graphs.rewriting.operators import define_operator
 from graphs.torch_private.kernels import takes_cudnn_batch_norm
 from graphs.torch_private.names import OpOverload
@@ -85,6 +85,19 @@ def fold_conjugates(graph: fx.Graph) -> None:
             for user in list(node.users):
                 user.args = tuple(number if argument is node else argument for argument in user.args)
             graph.erase_node(node)
+
+
+def leave_out_own_offsets(graph: fx.Graph) -> None:
+    """Let ``as_strided`` and its scatter begin where what they are given does, at 0, without naming the place.
+
+    In a backward with ``is_grads_batched=True``, a place in the storage is one of the first gradient.
+    """
+    given_by_caller = {storage_key(tensor) for node in graph.find_nodes(op="placeholder") for tensor in tensors_of(node)}
+    for target in (aten.as_strided.default, aten.as_strided_scatter.default):
+        for node in graph.find_nodes(op="call_function", target=target):
+            source = cast(fx.Node, node.args[0]).meta["val"]
+            if offset_named(node) == source.storage_offset() == 0 and storage_key(source) not in given_by_caller:
+                leave_out_offset(node)
 
 
 # Backward operators of batch norm: where the running statistics stand among the arguments, and the flag of training (None: they

@@ -12,6 +12,7 @@ from graphs.rewriting.rewrites import (
     drop_unread_statistics,
     fold_conjugates,
     fuse_bernoulli,
+    leave_out_own_offsets,
     settle_draws,
 )
 from graphs.rewriting.unread import let_go_of_unread
@@ -30,6 +31,7 @@ def settle(name: str, graph: fx.Graph) -> None:
     fuse_bernoulli(graph)
     settle_draws(graph)
     fold_conjugates(graph)
+    leave_out_own_offsets(graph)
     choose_batch_norm(graph)
     drop_unread_statistics(graph)
     let_go_of_unread(graph)
