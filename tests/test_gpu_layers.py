@@ -146,6 +146,7 @@ LAYERS: dict[str, Callable[[], Case]] = {
     "conv, frozen": lambda: image(nn.Conv2d(16, 16, 3, padding=1).requires_grad_(False)),
     "conv, frozen, channels last": lambda: image(nn.Conv2d(16, 32, 3, padding=1).requires_grad_(False), last=True),
     "conv, frozen, to less": lambda: image(nn.Conv2d(16, 8, 3, stride=2).requires_grad_(False)),
+    "conv, frozen, to less, channels last": lambda: image(nn.Conv2d(16, 8, 3, stride=2).requires_grad_(False), last=True),
     "conv, frozen, transposed": lambda: image(nn.ConvTranspose2d(16, 16, 2, stride=2).requires_grad_(False)),
     "batch norm": lambda: image(nn.BatchNorm2d(16)),
     "batch norm, channels last": lambda: image(nn.BatchNorm2d(16), last=True),

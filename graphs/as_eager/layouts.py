@@ -33,7 +33,7 @@ from graphs.torch_private.names import (
     without_autocast,
 )
 from graphs.torch_private.stand_ins import quiet_stand_ins, stand_ins_by
-from graphs.torch_private.tensors import storage_key
+from graphs.torch_private.tensors import extent, storage_key
 
 aten = torch.ops.aten
 
@@ -186,11 +186,6 @@ def _can_be_built(tensor: Tensor) -> bool:
 def _has_layout(tensor: Tensor) -> bool:
     """Whether there is more than one way to lay it out."""
     return _can_be_built(tensor) and tensor.numel() > 0 and sum(n > 1 for n in tensor.shape) > 1
-
-
-def extent(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """Elements from the first to the last."""
-    return 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
 
 
 def _real(tensor: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from graphs.rewriting.nodes import tensors_of
 from graphs.rewriting.rewrites import backward_call, remove_dead
 from graphs.torch_private.names import OpOverload, tree_leaves
-from graphs.torch_private.tensors import storage_bytes, storage_key
+from graphs.torch_private.tensors import extent, storage_bytes, storage_key
 
 aten = torch.ops.aten
 
@@ -63,20 +63,20 @@ UNREAD: dict[OpOverload[..., Any], Callable[[tuple[Any, ...]], bool]] = {
 def let_go_of_unread(graph: fx.Graph) -> None:
     """Give operators of the backward that do not read their data something else laid out like it, so that nothing keeps it.
 
-    Not where another operator of the backward reads the data, as then it is there, nor where it is a placeholder: that always is.
+    Not where another operator of the backward reads the data, as then it is there, nor where it is a placeholder or a result,
+    which always are.
     """
     backward = [node for node in graph.nodes if node.op == "call_function" and node.meta.get("partitioner_tag") in BACKWARD]
     unread = {node for node in backward if node.target in UNREAD and UNREAD[node.target](node.args)}
-    read = {storage_key(t) for node in backward if not _is_view(node) for t in _read(node, but=DATA if node in unread else None)}
-    read |= {storage_key(t) for node in graph.find_nodes(op="placeholder") for t in tensors_of(node)}
+    there = {storage_key(t) for node in backward if not _is_view(node) for t in _read(node, but=DATA if node in unread else None)}
+    there |= {storage_key(t) for node in graph.find_nodes(op="placeholder") for t in tensors_of(node)}
+    there |= {storage_key(t) for node in graph.output_node().all_input_nodes for t in tensors_of(node)}
     elements: dict[torch.dtype, fx.Node] = {}
     changed = False
     for node in backward:
-        if node in unread and storage_key(_given(node, DATA).meta["val"]) not in read:
-            stand_in = _in_gradient(node) or _expanded(node, elements)
-            if stand_in is not None:
-                node.update_arg(DATA, stand_in)
-                changed = True
+        if node in unread and storage_key(_given(node, DATA).meta["val"]) not in there:
+            node.update_arg(DATA, _in_gradient(node) or _expanded(node, elements) or _empty(node))
+            changed = True
     if changed:
         remove_dead(graph)  # views of the data
 
@@ -86,7 +86,7 @@ def _given(node: fx.Node, at: int) -> fx.Node:
 
 
 def _in_gradient(node: fx.Node) -> fx.Node | None:
-    """The memory of the gradient that a call is given, from there on, seen as its data is laid out; None where that is too small.
+    """The memory of the gradient that a call is given, seen as its data is laid out; None where that is too small.
 
     Kernels choose what they do by layouts, and the slower ones for what is not dense add up in another order.
     """
@@ -94,9 +94,9 @@ def _in_gradient(node: fx.Node) -> fx.Node | None:
     gradient, data = given.meta["val"], _given(node, DATA).meta["val"]
     if (gradient.dtype, gradient.shape, gradient.stride()) == (data.dtype, data.shape, data.stride()):
         return given
-    span = 1 + sum((n - 1) * s for n, s in zip(data.shape, data.stride(), strict=True))
-    room = storage_bytes(gradient) // gradient.element_size() - int(gradient.storage_offset())
-    if gradient.dtype != data.dtype or span > room:
+    room = storage_bytes(gradient) // gradient.element_size()
+    # Inductor of torch 2.11 lets it begin at the beginning of the storage.
+    if gradient.dtype != data.dtype or gradient.storage_offset() or extent(data.shape, data.stride()) > room:
         return None
     return backward_call(node, aten.as_strided.default, (given, list(data.shape), list(data.stride())), {})
 
@@ -107,21 +107,23 @@ def _expanded(node: fx.Node, elements: dict[torch.dtype, fx.Node]) -> fx.Node | 
     elements  for each dtype, once it is made
     """
     data = _given(node, DATA).meta["val"]
-    if data.stride() != torch.empty(data.shape, device="meta").stride():
-        return None
-    # oneDNN's convolutions would copy it, pooling would on CUDA, and batch norms would take the way for what is not dense.
-    if node.target is aten.convolution_backward.default:
-        # cuDNN's, of one group; those of lines are copied before it is chosen.
-        leaves_it = data.device.type == "cuda" and node.args[9] == 1 and data.dim() > 3
-    else:
-        leaves_it = data.device.type == "cpu" and node.target is not aten.native_batch_norm_backward.default
-    if not leaves_it:
+    # Convolutions would copy it, pooling would on CUDA, and batch norms would take the way for what is not dense.
+    reads_shape = node.target not in (aten.convolution_backward.default, aten.native_batch_norm_backward.default)
+    if not reads_shape or data.device.type != "cpu" or data.stride() != torch.empty(data.shape, device="meta").stride():
         return None
     if data.dtype not in elements:
         with data.fake_mode:  # Inductor has no kernel of its own for ``zeros``
             one = backward_call(node, aten.full.default, ([1], 0), {"dtype": data.dtype, "device": data.device})
         elements[data.dtype] = one
     return backward_call(node, aten.expand.default, (elements[data.dtype], list(data.shape)), {})
+
+
+def _empty(node: fx.Node) -> fx.Node:
+    """Memory for this call alone, laid out as the data."""
+    data = _given(node, DATA).meta["val"]
+    layout = {"dtype": data.dtype, "device": data.device}
+    with data.fake_mode:
+        return backward_call(node, aten.empty_strided.default, (list(data.shape), list(data.stride())), layout)
 
 
 def _is_view(node: fx.Node) -> bool:

@@ -21,11 +21,16 @@ def storage_key(tensor: Tensor) -> int:
 storage_address: Callable[[Tensor], int] = getattr(torch._C, "_storage_address", storage_key)
 
 
+def extent(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """Elements from the first to the last."""
+    return 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
+
+
 def memory_of(tensor: Tensor) -> range:
     """Addresses from the first to the last element of a tensor; none for one without data."""
     if isinstance(tensor, FakeTensor) or tensor.is_meta or not tensor.numel():
         return range(0)
-    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    span = extent(tensor.shape, tensor.stride())
     return range(tensor.data_ptr(), tensor.data_ptr() + span * tensor.element_size())
 
 

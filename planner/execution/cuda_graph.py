@@ -16,12 +16,11 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
-from graphs.as_eager.layouts import extent
 from graphs.capture import Step
 from graphs.errors import InputError
 from graphs.rewriting.nodes import read_by_place
 from graphs.torch_private.running import end_failed_capture
-from graphs.torch_private.tensors import in_place, is_batched_gradient
+from graphs.torch_private.tensors import extent, in_place, is_batched_gradient
 from graphs.tracing.binding import looks_channels_last
 from planner.execute import Kept, PlannedModule, as_captured, placeholders, unit_tangent
 from planner.execution.draws import repeats_by

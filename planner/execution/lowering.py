@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from graphs.as_eager.layouts import extent
 from graphs.capture import Step
 from graphs.rewriting.nodes import outputs_of
 from graphs.torch_private.names import BoxedCodeGen
-from graphs.torch_private.tensors import copied, storage_key
+from graphs.torch_private.tensors import copied, extent, storage_key
 from planner.execution.calls import quickest
 from planner.execution.draws import drawn, draws_from, generator_node, generator_state, repeat_draw
 from planner.execution.statistics import AT_ONCE, Update, without_statistics
