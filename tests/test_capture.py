@@ -1732,8 +1732,8 @@ REFUSED: dict[str, tuple[Callable[[], Step], str]] = {
         lambda: capture(Lambda(lambda m, x: square(m.linear(x) if torch.rand(1).as_strided((), (), 0) < 0 else x)), x8),
         "branches on data",
     ),
-    "a draw and what is zero as it is compared": (
-        lambda: capture(Lambda(lambda m, x: square(m.linear(x) if torch.rand([]) <= -1e-60 else x)), x8),
+    "a draw and what is not quite zero": (
+        lambda: capture(Lambda(lambda m, x: square(m.linear(x) if torch.rand([]) <= 1e-40 else x)), x8),
         "branches on data",
     ),
     "statistics that are a weight": (
@@ -2382,6 +2382,30 @@ def test_a_wrong_guess_is_refused_when_run():
     """Half precision overflows here, in tensors too large to be computed beside the trace."""
     step = capture(Lambda(overflows_in_half), x8)
     with pytest.raises(BranchChanged, match=r"told False, at .*isinf\(large\)"):
+        step.module(*bind(step, x8))
+
+
+class DrawsZero(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        drawn = func(*args, **(kwargs or {}))
+        return drawn.zero_() if func is torch.ops.aten.rand.default else drawn
+
+
+@pytest.mark.parametrize(
+    ("dropped", "told"), [(lambda: not torch.rand(1) > 0.0, True), (lambda: torch.rand([]) <= -1e-60, False)]
+)  # -1e-60 is zero as it is compared
+def test_no_draw_is_zero_but_where_it_is(dropped, told):
+    """As adapters ask for each of them, whether it is dropped."""
+
+    def forward(model, x):
+        return x.sum() if dropped() else square(model.linear(x))
+
+    step = capture(Lambda(forward), x8)
+    assert [answer for answer, _ in step.answers] == [told]
+    case = lambda_case(forward, x8)
+    torch.manual_seed(7)
+    assert_same(answer_of(step, step.module(*bind(step, x8))), plain_answer(case))
+    with DrawsZero(), pytest.raises(BranchChanged, match=f"told {told}, at .*now it is {not told}"):
         step.module(*bind(step, x8))
 
 

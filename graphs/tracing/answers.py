@@ -44,6 +44,9 @@ _IF_FINITE: Mapping[Any, bool] = {
     aten.isneginf.default: False,
 }
 
+# Comparisons of a draw from [0, 1) with 0, with the answer where it is another number, as nearly all are.
+_UNLESS_ZERO: Mapping[Any, bool] = {aten.gt.Scalar: True, aten.le.Scalar: False}
+
 _OF_TRUTH_VALUES = {
     aten.bitwise_and,
     aten.bitwise_not,
@@ -193,7 +196,7 @@ class Answers(Constants):  # type: ignore[no-untyped-call]
     def _contents(
         self, func: Any, args: Any, kwargs: Any, read: Sequence[Tensor], made: Sequence[Tensor], *, known: bool
     ) -> tuple[list[Tensor], KnownFor] | None:
-        usual = _if_finite(func, args)
+        usual = self._usual(func, args)
         if usual is not None and not known:
             with no_dispatch():
                 return [self._spread(torch.tensor(usual, device=made[0].device), made[0])], KnownFor.ASSUMED
@@ -206,6 +209,12 @@ class Answers(Constants):  # type: ignore[no-untyped-call]
                 if bool((found[0][0] == usual).all()):  # the example does not speak against it
                     return found[0], KnownFor.ASSUMED
         return found
+
+    def _usual(self, func: Any, args: Sequence[Any]) -> bool | None:
+        """What a call nearly always returns, in each element; None of other calls."""
+        if func in _UNLESS_ZERO and args[0] in self._drawn and self._as_compared(*args) == 0:
+            return _UNLESS_ZERO[func]
+        return _if_finite(func, args)
 
     # Truth values of large tensors of which all are assumed to be the same, such as whether each number is finite.
 

@@ -131,13 +131,15 @@ class Constants(TorchDispatchMode):  # type: ignore[no-untyped-call]
         None of other calls."""
         if func not in _COMPARISONS or args[0] not in self._drawn:
             return None
-        tensor, number = args
-        with no_dispatch():
-            number = float(torch.tensor(number, dtype=tensor.dtype))  # as it is compared
+        number = self._as_compared(*args)
         below, above = _COMPARISONS[func]
         if number < 0 or (number == 0 and func in (aten.lt.Scalar, aten.ge.Scalar)):
             return below
         return above if number >= 1 else None
+
+    def _as_compared(self, tensor: Tensor, number: float) -> float:
+        with no_dispatch():
+            return float(torch.tensor(number, dtype=tensor.dtype))
 
     def _known_for(self, tensors: Iterable[Tensor]) -> KnownFor:
         """For which calls that is what is in these tensors."""
