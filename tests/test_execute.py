@@ -806,6 +806,29 @@ def test_batched_gradients_of_a_pool_to_one_element() -> None:
         torch.testing.assert_close(mine, plain)
 
 
+def test_batched_gradients_of_what_is_frozen() -> None:
+    """The gradient is a part of that of all the channels."""
+
+    class Beside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.trained = nn.ModuleList(nn.Conv2d(3, 8, 3) for _ in range(2))
+            self.frozen = nn.Conv2d(8, 4, 1).requires_grad_(False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.cat([self.frozen(F.silu(layer(x))) for layer in self.trained], 1).square().mean()
+
+    model, x = Beside().to(memory_format=torch.channels_last), torch.randn(2, 3, 8, 8)
+    step = capture(model, x)
+    trained = tuple(model.trained.parameters())
+    ours, theirs = (
+        torch.autograd.grad(run(x), trained, torch.tensor([2.0, 3.0]), is_grads_batched=True)
+        for run in (PlannedModule(step, keep_all(step.graph), 10**9), model)
+    )
+    for mine, plain in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, plain)
+
+
 class Corners(nn.Module):
     def __init__(self, offset: int | None) -> None:
         super().__init__()

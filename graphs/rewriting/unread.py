@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from graphs.rewriting.nodes import tensors_of
 from graphs.rewriting.rewrites import backward_call, remove_dead
 from graphs.torch_private.names import OpOverload, tree_leaves
-from graphs.torch_private.tensors import extent, storage_bytes, storage_key
+from graphs.torch_private.tensors import extent, storage_key
 
 aten = torch.ops.aten
 
@@ -94,7 +94,7 @@ def _in_gradient(node: fx.Node) -> fx.Node | None:
     gradient, data = given.meta["val"], _given(node, DATA).meta["val"]
     if (gradient.dtype, gradient.shape, gradient.stride()) == (data.dtype, data.shape, data.stride()):
         return given
-    room = storage_bytes(gradient) // gradient.element_size()
+    room = extent(gradient.shape, gradient.stride())  # there is no more to it under vmap
     # Inductor of torch 2.11 lets it begin at the beginning of the storage.
     if gradient.dtype != data.dtype or gradient.storage_offset() or extent(data.shape, data.stride()) > room:
         return None
