@@ -33,6 +33,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from graphs.as_eager.layouts import _relaid, _smaller, kernels_layouts
 from graphs.capture import Inputs, Loss, Step, bind, capture
 from graphs.errors import BranchChanged, CaptureError, InputError
+from graphs.torch_private.kernels import onednn_as
 from graphs.torch_private.names import FakeTensorMode, FunctionalTensor
 from graphs.tracing.refusals import place_among
 from graphs.watching.fingerprint import same_plain
@@ -529,6 +530,20 @@ def layers_dropped_always_or_never(m: Lambda, x: Tensor) -> Tensor:
             return x.sum()
         x = m.linear(x)
     return square(x)
+
+
+class FrozenProduct(nn.Module):
+    """Rows that are apart are not folded into one matrix, unless the weight is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.trained = nn.Linear(32, 32)
+        self.frozen = nn.Linear(32, 32, bias=False).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.trained(x).tanh().view(4, 2, 2, 32)
+        return square(self.frozen(y[:, ::2, ::2].reshape(4, -1, 32)))
 
 
 large: Tensor = torch.linspace(-1, 1, 1 << 21).view(-1, 8)
@@ -2376,6 +2391,26 @@ def test_of_a_mask_only_the_number_is_asked(forward):
         assert_same(answer_of(step, step.module(*bind(step, (x8, given)))), plain_answer(case))
     with pytest.raises(BranchChanged, match=r"told \((2|16),\), at .*test_capture"):
         step.module(*bind(step, (x8, more)))
+
+
+def test_a_product_with_what_is_frozen_takes_the_kernel_of_eager_execution():
+    model, x = FrozenProduct(), torch.randn(4, 4, 32)
+    step = capture(model, x)
+    products = {str(node.target) for node in step.calls if "mm" in str(node.target)}
+    assert products == {"aten.addmm.default", "aten.bmm.default", "aten.mm.default"}  # mm: the gradient of the trained weight
+    torch.manual_seed(7)
+    assert_same(answer_of(step, step.module(*bind(step, x))), plain_answer(Case(model, x, lambda m: m(x))))
+
+
+def test_layouts_are_those_with_onednn_or_without_whatever_was_traced_before():
+    """PyTorch remembers stand-ins, and not whether there was oneDNN."""
+    model = nn.Sequential(nn.Conv3d(3, 4, 3), nn.Tanh()).to(memory_format=torch.channels_last_3d)
+    x = torch.randn(4, 3, 4, 6, 4).contiguous(memory_format=torch.channels_last_3d)
+    for enabled in (True, False, True):
+        with onednn_as(enabled):
+            step = capture(model, x, loss=square)
+            (call,) = (node for node in step.calls if node.target is torch.ops.aten.convolution.default)
+            assert call.meta["val"].stride() == model[0](x).stride()
 
 
 def test_a_wrong_guess_is_refused_when_run():

@@ -25,7 +25,9 @@ from graphs.torch_private.kernels import onednn_as, onednn_enabled, takes_cudnn_
 from graphs.torch_private.names import (
     FakeTensorMode,
     OpOverload,
+    disable_fake_tensor_cache,
     no_dispatch,
+    no_python_dispatcher,
     tree_flatten,
     tree_leaves,
     tree_map_only,
@@ -40,6 +42,9 @@ aten = torch.ops.aten
 KEPT = 8  # sizes up to this stay: windows, groups, heads, channels of an image
 LITTLE = 1 << 12  # elements of a call that runs as it is
 MOST = 1 << 20  # elements of any call that runs
+
+_CONVOLUTIONS = aten.convolution.default, aten.convolution_backward.default
+_VIEWS = aten.view.default, aten._unsafe_view.default
 
 Strides = tuple[int, ...]
 _Layout = tuple[Strides, Strides] | None  # shape and strides; None: no tensor
@@ -66,7 +71,12 @@ class _Layouts:
     def call(self, mode: FakeTensorMode, func: Any, args: Any, kwargs: Any, plain: Callable[[], Any]) -> Any:
         """What the stand-in returns, with the strides of the kernel."""
         with onednn_as(self._onednn):  # by this the stand-ins of convolutions choose their layout
+            if func in _CONVOLUTIONS:
+                with disable_fake_tensor_cache(mode):  # it may have one that was made without oneDNN, or with it
+                    return plain()
             result = plain()
+        if func in _VIEWS:
+            return _as_viewed(mode, func, args, result)
         if not _is_asked(func):
             return result
         read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -147,6 +157,20 @@ class _Layouts:
         return [(tuple(t.shape), t.stride()) if isinstance(t, Tensor) else None for t in found]
 
 
+def _as_viewed(mode: FakeTensorMode, func: Any, args: Any, result: Tensor) -> Tensor:
+    """A stand-in's view of another shape, with the strides that eager execution gives dimensions of one element: by those it is
+    chosen whether a product of many matrices is one of two."""
+    source, shape = args
+    if 1 not in result.shape or not _can_be_built(source):
+        return result
+    with no_dispatch(), no_python_dispatcher():  # which would take the stand-in's formula again
+        strides = func(torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, device="meta"), shape).stride()
+    if strides == result.stride():
+        return result
+    with mode:
+        return result.as_strided(result.shape, strides)
+
+
 @functools.cache
 def _is_asked(func: Any) -> bool:
     """Whether an op is to run on made-up tensors: one of PyTorch's own that only computes new tensors.
@@ -157,7 +181,7 @@ def _is_asked(func: Any) -> bool:
     """
     if not isinstance(func, OpOverload) or func.namespace != "aten" or func._schema.is_mutable:
         return False
-    if func in (aten.convolution.default, aten.convolution_backward.default, *CTC_BACKWARDS) or reads_seed_on_host(func):
+    if func in (*_CONVOLUTIONS, *CTC_BACKWARDS) or reads_seed_on_host(func):
         return False
     depends = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
     return not depends & set(func.tags) and all(each.alias_info is None for each in func._schema.returns)

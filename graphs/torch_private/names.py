@@ -5,10 +5,17 @@ from __future__ import annotations
 from typing import Any, cast
 
 import torch
+from torch._dispatch.python import no_python_dispatcher
 from torch._dynamo.convert_frame import compile_lock
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    disable_fake_tensor_cache,
+)
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.fx.graph import _BoxedCodeGen
@@ -31,10 +38,12 @@ __all__ = [
     "TorchDispatchMode",
     "TreeSpec",
     "classes_handle",
+    "disable_fake_tensor_cache",
     "is_operator",
     "is_traceable_wrapper_subclass",
     "keystr",
     "no_dispatch",
+    "no_python_dispatcher",
     "run_and_save_rng_state",
     "run_with_rng_state",
     "tree_flatten",
