@@ -76,7 +76,7 @@ class _Layouts:
                     return plain()
             result = plain()
         if func in _VIEWS:
-            return _as_viewed(mode, func, args, result)
+            return _as_viewed(mode, func, args[0], result)
         if not _is_asked(func):
             return result
         read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -157,14 +157,15 @@ class _Layouts:
         return [(tuple(t.shape), t.stride()) if isinstance(t, Tensor) else None for t in found]
 
 
-def _as_viewed(mode: FakeTensorMode, func: Any, args: Any, result: Tensor) -> Tensor:
+def _as_viewed(mode: FakeTensorMode, func: Any, source: Tensor, result: Tensor) -> Tensor:
     """A stand-in's view of another shape, with the strides that eager execution gives dimensions of one element: by those it is
     chosen whether a product of many matrices is one of two."""
-    source, shape = args
     if 1 not in result.shape or not _can_be_built(source):
         return result
     with no_dispatch(), no_python_dispatcher():  # which would take the stand-in's formula again
-        strides = func(torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, device="meta"), shape).stride()
+        strides = func(
+            torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, device="meta"), result.shape
+        ).stride()
     if strides == result.stride():
         return result
     with mode:
