@@ -44,7 +44,7 @@ LITTLE = 1 << 12  # elements of a call that runs as it is
 MOST = 1 << 20  # elements of any call that runs
 
 _CONVOLUTIONS = aten.convolution.default, aten.convolution_backward.default
-_VIEWS = aten.view.default, aten._unsafe_view.default
+_VIEWS = aten.view.default, aten._unsafe_view.default, aten.expand.default
 
 Strides = tuple[int, ...]
 _Layout = tuple[Strides, Strides] | None  # shape and strides; None: no tensor
