@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 
 from graphs.errors import CaptureError, InputError
 from graphs.ir import Graph
-from graphs.rewriting.nodes import outputs_of, read_by_place, tensors_of
+from graphs.rewriting.nodes import outputs_of, read_by_place, storages_of, tensors_of
 from graphs.rewriting.numbering import Numbering
 from graphs.rewriting.rewrites import lift_constants, own_gradients, remove_dead
 from graphs.rewriting.settling import settle
@@ -431,7 +431,7 @@ def _results(name: str, joint: Joint, state: Mapping[str, Tensor], leaves: Seque
             results.append(Result("gradient" if kind == "gradient" else "buffer", names[i]))
         nodes.append(node)
     if {"loss", "gradient"} - {result.kind for result in results}:
-        given = {storage_key(t) for n in joint.module.graph.find_nodes(op="placeholder") for t in tensors_of(n)}
+        given = storages_of(joint.module.graph.find_nodes(op="placeholder"))
         at = next((n for n, found in zip(nodes, results, strict=True) if found.kind == "loss"), None)
         if at is None or any(storage_key(t) in given for t in tensors_of(at)):
             raise CaptureError(f"the loss of {name} is one of its parameters, or a view of one: there is nothing to compute")

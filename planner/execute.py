@@ -499,10 +499,8 @@ def _unbatched(step: Step, halves: Halves) -> str | None:
     if any(node.target is repeat_draw for node in halves.backward.graph.nodes):
         return "the random ops that this plan runs again cannot repeat their draws"
     scatter = torch.ops.aten.as_strided_scatter.default
-    places = [
-        offset_named(call) for op, call in zip(step.graph.ops, step.calls, strict=True) if op.backward and call.target is scatter
-    ]
-    if any(place is not None for place in places):
+    backward = (call for op, call in zip(step.graph.ops, step.calls, strict=True) if op.backward)
+    if any(call.target is scatter and offset_named(call) is not None for call in backward):
         return "the gradient of as_strided from a given offset on has wrong numbers"
     return None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -16,6 +16,11 @@ from graphs.torch_private.tensors import storage_key
 def tensors_of(node: fx.Node) -> list[Tensor]:
     """All (fake) tensors a node holds."""
     return [leaf for leaf in tree_leaves(node.meta.get("val")) if isinstance(leaf, Tensor)]
+
+
+def storages_of(nodes: Iterable[fx.Node]) -> set[int]:
+    """Which storages the tensors of some nodes lie in."""
+    return {storage_key(tensor) for node in nodes for tensor in tensors_of(node)}
 
 
 def outputs_of(graph: fx.Graph) -> list[fx.Node]:
@@ -57,8 +62,7 @@ def leave_out_offset(node: fx.Node) -> None:
 def read_by_place(graph: fx.Graph) -> list[int]:
     """The indices of placeholders in whose storages something is read from a given place on, wherever they begin themselves."""
     strided = graph.find_nodes(op="call_function", target=torch.ops.aten.as_strided.default)
-    places = [node for node in strided if offset_named(node) is not None]
-    storages = {storage_key(t) for node in places for t in tensors_of(node)}
+    storages = storages_of(node for node in strided if offset_named(node) is not None)
     placeholders = graph.find_nodes(op="placeholder")
     return [i for i, node in enumerate(placeholders) if any(storage_key(t) in storages for t in tensors_of(node))]
 

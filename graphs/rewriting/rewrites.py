@@ -10,7 +10,16 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx
 
-from graphs.rewriting.nodes import attribute, is_effect, is_random, leave_out_offset, offset_named, outputs_of, tensors_of
+from graphs.rewriting.nodes import (
+    attribute,
+    is_effect,
+    is_random,
+    leave_out_offset,
+    offset_named,
+    outputs_of,
+    storages_of,
+    tensors_of,
+)
 from graphs.rewriting.operators import define_operator
 from graphs.torch_private.kernels import takes_cudnn_batch_norm
 from graphs.torch_private.names import OpOverload
@@ -92,7 +101,7 @@ def leave_out_own_offsets(graph: fx.Graph) -> None:
 
     In a backward with ``is_grads_batched=True``, a place in the storage is one of the first gradient.
     """
-    given_by_caller = {storage_key(tensor) for node in graph.find_nodes(op="placeholder") for tensor in tensors_of(node)}
+    given_by_caller = storages_of(graph.find_nodes(op="placeholder"))
     for target in (aten.as_strided.default, aten.as_strided_scatter.default):
         for node in graph.find_nodes(op="call_function", target=target):
             source = cast(fx.Node, node.args[0]).meta["val"]
@@ -266,7 +275,7 @@ def own_gradients(graph: fx.Graph, parameter_of: Mapping[int, Tensor]) -> None:
 
     parameter_of  the (real) parameter of each output that is a gradient
     """
-    resident = {storage_key(t) for node in graph.find_nodes(op="placeholder") for t in tensors_of(node)}
+    resident = storages_of(graph.find_nodes(op="placeholder"))
     taken: dict[int, list[tuple[int, int]]] = {}
     nodes = outputs_of(graph)
     for at, node in enumerate(nodes):

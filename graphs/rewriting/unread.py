@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx
 
-from graphs.rewriting.nodes import tensors_of
+from graphs.rewriting.nodes import storages_of, tensors_of
 from graphs.rewriting.rewrites import backward_call, remove_dead
 from graphs.torch_private.names import OpOverload, tree_leaves
 from graphs.torch_private.tensors import extent, storage_key
@@ -69,8 +69,7 @@ def let_go_of_unread(graph: fx.Graph) -> None:
     backward = [node for node in graph.nodes if node.op == "call_function" and node.meta.get("partitioner_tag") in BACKWARD]
     unread = {node for node in backward if node.target in UNREAD and UNREAD[node.target](node.args)}
     there = {storage_key(t) for node in backward if not _is_view(node) for t in _read(node, but=DATA if node in unread else None)}
-    there |= {storage_key(t) for node in graph.find_nodes(op="placeholder") for t in tensors_of(node)}
-    there |= {storage_key(t) for node in graph.output_node().all_input_nodes for t in tensors_of(node)}
+    there |= storages_of((*graph.find_nodes(op="placeholder"), *graph.output_node().all_input_nodes))
     elements: dict[torch.dtype, fx.Node] = {}
     changed = False
     for node in backward:
@@ -128,7 +127,7 @@ def _empty(node: fx.Node) -> fx.Node:
 
 def _is_view(node: fx.Node) -> bool:
     """Whether a call makes no memory of its own: who reads what it returns is asked instead."""
-    given = {storage_key(t) for source in node.all_input_nodes for t in tensors_of(source)}
+    given = storages_of(node.all_input_nodes)
     made = tensors_of(node)
     return bool(made) and all(storage_key(t) in given for t in made)
 
