@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from planner.process.loading import undisturbed
 
 if TYPE_CHECKING:
+    from planner.least.cuts import MinCuts
     from planner.solvers.milp import Answer
     from planner.walks.annealed_walks import AnnealedWalks
     from planner.walks.walk_search import WalkSearch
@@ -44,6 +45,28 @@ def _sat_minimise() -> Callable[..., Answer]:
     from planner.solvers.pseudo_boolean import minimise
 
     return minimise
+
+
+def min_cuts() -> type[MinCuts]:
+    """Minimum cuts, by OR-Tools."""
+    return undisturbed(_min_cuts)
+
+
+def _min_cuts() -> type[MinCuts]:
+    from planner.least.cuts import MinCuts
+
+    return MinCuts
+
+
+def last_runs_peak() -> Callable[..., int]:
+    """What last runs and cuts prove of the least bytes, by OR-Tools too."""
+    return undisturbed(_last_runs_peak)
+
+
+def _last_runs_peak() -> Callable[..., int]:
+    from planner.least.last_runs import last_runs_peak
+
+    return last_runs_peak
 
 
 def compile_all() -> None:

@@ -10,7 +10,8 @@ with weights (Sethi, 1975). A bottleneck-shortest-path search from the outputs v
 wherever it stops, the peak it has come to is proved. Where it arrives at ∅, its path backwards is a sequence with that peak.
 
 Any set has a bound of its own, from the last runs of all that makes its members (``together_bytes``); without it, the search
-tries all ways to put off what has to come.
+tries all ways to put off what has to come. And the search begins at the peak that ``last_runs`` proves, for it says little about
+what lies apart in a schedule, such as a large op and what others need later.
 
 A subset needs no more than the set. So where a member can be made again from the other ones within the peak already paid, by
 running its missing ancestors in op order, that is what its last making may be, and nothing else needs to be tried: sets shrink
@@ -32,6 +33,7 @@ import numpy as np
 from graphs.errors import InvalidSchedule
 from graphs.ir import Graph
 from planner.bounds import least_bytes
+from planner.on_demand import last_runs_peak
 from planner.process.clock import now_s
 from planner.process.flat import Flags
 from planner.process.loading import TINY, load_once, undisturbed
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
     from planner.least.pebbling_sets import Sets
 
 STATES, FIT_STATES = 20_000, 2_000
+LAST_RUNS_SHARE = 1 / 3  # of the time, for last runs and cuts at most
 SMALL_SHARE = 0.01  # of the budget, what all values together that are too small to be worth making again may take
 CHUNK = 2_000_000  # ops to look at between two looks at the clock; some ten milliseconds
 MOST_RUNS = 200  # of an op on average: beyond, a sequence is of no use,
@@ -61,6 +64,7 @@ def least_peak(
     proved = least_bytes(graph)
     if now_s() >= deadline:
         return proved, None
+    proved = last_runs_peak()(graph, proved, now_s() + LAST_RUNS_SHARE * time_limit_s, proves)
     search = _Backwards(graph)
     for latest in (False, True):
         proved, path = search.run(proved, max(1, states // 2), deadline, latest=latest, proves=proves)
