@@ -96,16 +96,20 @@ def plans(
         found[budget_bytes] = one
         if done is not None:
             done(one if isinstance(target, Graph) else replace(one, step=target))
-    bound_ns = 0
+    bound_ns = any_order_ns = 0
     for budget_bytes in sorted(found, reverse=True):
         one = found[budget_bytes]
         bound_ns = max(bound_ns, one.bound_ns or 0)
+        any_order_ns = max(any_order_ns, one.any_order_bound_ns or 0)
         if one.schedule is not None and one.time_ns is not None:
-            if in_graph_order(computes(one.schedule)):  # bounds hold for no other
+            any_order_ns = min(any_order_ns, one.time_ns)
+            is_ordered = in_graph_order(computes(one.schedule))  # bounds but those of all orders hold for no other
+            if is_ordered:
                 bound_ns = min(bound_ns, one.time_ns)
-                found[budget_bytes] = _again(one, one.schedule, bound_ns, gap)
+            proved_ns = bound_ns if is_ordered else max(any_order_ns, one.bound_ns or 0)
+            found[budget_bytes] = _again(one, one.schedule, proved_ns, gap, any_order_ns)
         else:
-            found[budget_bytes] = replace(one, bound_ns=bound_ns)
+            found[budget_bytes] = replace(one, bound_ns=bound_ns, any_order_bound_ns=any_order_ns or None)
     return [found[b] if isinstance(target, Graph) else replace(found[b], step=target) for b in wanted]
 
 
@@ -121,10 +125,10 @@ def _cheaper(one: Plan, other: Schedule | None, gap: float) -> Plan:
     """The plan with a schedule of a smaller budget, where the method did not start from it and found nothing as cheap."""
     if other is None or (one.time_ns is not None and one.time_ns <= simulate(one.graph, other).time_ns):
         return one
-    return _again(one, other, one.bound_ns or 0, gap)
+    return _again(one, other, one.bound_ns or 0, gap, one.any_order_bound_ns)
 
 
-def _again(one: Plan, schedule: Schedule, bound_ns: int, gap: float) -> Plan:
+def _again(one: Plan, schedule: Schedule, bound_ns: int, gap: float, any_order_bound_ns: int | None) -> Plan:
     return Plan.of(
         one.graph,
         one.budget_bytes,
@@ -134,6 +138,7 @@ def _again(one: Plan, schedule: Schedule, bound_ns: int, gap: float) -> Plan:
         wall_s=one.wall_s,
         bound_ns=bound_ns,
         restricted_bound_ns=one.restricted_bound_ns,
+        any_order_bound_ns=any_order_bound_ns or None,
         gap=gap,
         notes=one.notes,
     )

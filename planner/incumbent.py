@@ -27,6 +27,7 @@ class Incumbent:
     progress                       called as ``progress(time_ns=..., bound_ns=..., phase=...)`` where something changed
     best, time_ns                  the schedule and its time, None before one that fits is offered
     bound_ns, restricted_bound_ns  as in Plan; the first is the keep-all time at least
+    any_order_bound_ns             as in Plan; the keep-all time at least
     searched_ns                    no schedule of the searched space takes less: the bound that ``closed`` goes by
     notes                          those of the Plan
     """
@@ -44,7 +45,7 @@ class Incumbent:
     def __post_init__(self) -> None:
         self.began = now_s()
         self.deadline = self.began + self.time_limit_s
-        self.bound_ns = self.searched_ns = self.graph.keep_all_time_ns
+        self.bound_ns = self.searched_ns = self.any_order_bound_ns = self.graph.keep_all_time_ns
 
     def hopeless(self) -> bool:
         """Whether no schedule fits, in whatever order (see ``least_bytes``); the notes then say so."""
@@ -77,6 +78,12 @@ class Incumbent:
         self.searched_ns = max(bound_ns, self.searched_ns)
         self.report("bound")
 
+    def raise_any_order_bound(self, bound_ns: int | None) -> None:
+        """Note a proved bound on all schedules, in whatever order."""
+        if bound_ns is not None and bound_ns > self.any_order_bound_ns:
+            self.any_order_bound_ns = bound_ns
+            self.raise_bound(bound_ns, restricted=False)
+
     @property
     def shown_bound_ns(self) -> int:
         """The bound that ``progress`` is told."""
@@ -99,6 +106,10 @@ class Incumbent:
     def closed(self, gap: float | None = None) -> bool:
         """Whether the incumbent is proved within the gap (default: the one asked for) in the searched space."""
         return self.time_ns is not None and self.time_ns - self.searched_ns <= (self.gap if gap is None else gap) * self.time_ns
+
+    def closed_in_any_order(self) -> bool:
+        """Whether the incumbent is proved within the gap asked for among all schedules, in whatever order."""
+        return self.time_ns is not None and self.time_ns - self.any_order_bound_ns <= self.gap * self.time_ns
 
     def done(self, gap: float | None = None) -> bool:
         """Whether it is closed or out of time, which the notes then say."""
@@ -128,9 +139,7 @@ class Incumbent:
 
     def exhausted(self) -> bool:
         """Whether no order can be much better than the best one, or time is up, which the notes then say."""
-        base = self.graph.keep_all_time_ns
-        close = self.time_ns is not None and self.time_ns - base <= self.gap * self.time_ns
-        return close or self.out_of_time()
+        return self.closed_in_any_order() or self.out_of_time()
 
     def tell_cut_short(self, is_so: bool) -> None:
         """Note that the clock ended some part of the search, so that it may not repeat."""
@@ -151,6 +160,7 @@ class Incumbent:
             wall_s=now_s() - self.began,
             bound_ns=self.bound_ns if bound_ns is None else bound_ns,
             restricted_bound_ns=self.restricted_bound_ns,
+            any_order_bound_ns=self.any_order_bound_ns,
             gap=self.gap,
             infeasible="infeasible" in self.notes,
             notes=self.notes,

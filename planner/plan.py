@@ -232,6 +232,7 @@ def solve_halves(
         schedule = min(fitting, key=lambda other: simulate(graph, other).time_ns)
         if notes.pop("order_bound_ns", None) is not None and not in_graph_order(computes(schedule)):  # that of the other graph
             notes["order_bound_ns"] = found.notes.get("order_bound_ns", found.bound_ns)
+    any_order_bound_ns = found.any_order_bound_ns or graph.keep_all_time_ns
     return Plan.of(
         graph,
         budget_bytes,
@@ -239,8 +240,9 @@ def solve_halves(
         method=found.method,
         seed=found.seed,
         wall_s=wall_s,
-        bound_ns=found.bound_ns if in_graph_order(computes(schedule)) else graph.keep_all_time_ns,
+        bound_ns=found.bound_ns if in_graph_order(computes(schedule)) else any_order_bound_ns,
         restricted_bound_ns=found.restricted_bound_ns if _same_order(found.schedule, schedule) else None,
+        any_order_bound_ns=found.any_order_bound_ns,
         gap=gap,
         notes=notes,
     )

@@ -52,6 +52,8 @@ class Plan:
     restricted_bound_ns  the same for fewer schedules (None where nothing beyond ``bound_ns`` was proved): for a schedule in
                          another order of first executions those with that order, else Checkmate's space, where between two
                          first executions every op runs again at most once, in graph order
+    any_order_bound_ns   no schedule takes less, in whatever order of first executions; no more than ``bound_ns`` (None: nobody
+                         has looked)
     method, seed         what found it
     wall_s               how long that took, without compiling, which happens once on a machine
     step                 the captured step, where the graph came from a model
@@ -69,6 +71,7 @@ class Plan:
     seed: int
     wall_s: float
     restricted_bound_ns: int | None = None
+    any_order_bound_ns: int | None = None
     step: Step | None = field(default=None, repr=False, compare=False)
     notes: dict[str, Any] = field(default_factory=dict)
 
@@ -84,6 +87,7 @@ class Plan:
         wall_s: float,
         bound_ns: int | None = None,
         restricted_bound_ns: int | None = None,
+        any_order_bound_ns: int | None = None,
         gap: float = 0.0,
         infeasible: bool = False,
         notes: dict[str, Any] | None = None,
@@ -104,12 +108,13 @@ class Plan:
             time_ns, peak_bytes = trace.time_ns, trace.peak_bytes
             assert not infeasible, f"{method} found a schedule for a budget it proved infeasible"
             assert peak_bytes <= budget_bytes, f"{method}: peak {peak_bytes} above the budget {budget_bytes}"
-            assert bound_ns is None or bound_ns <= time_ns, f"{method}: bound {bound_ns} above the time {time_ns} found"
+            for proved_ns in (bound_ns, any_order_bound_ns):
+                assert proved_ns is None or proved_ns <= time_ns, f"{method}: bound {proved_ns} above the time {time_ns} found"
             proved = bound_ns is not None and time_ns - bound_ns <= gap * time_ns
             status = Status.OPTIMAL if proved else Status.FEASIBLE
         return cls(
             graph, budget_bytes, status, schedule, time_ns, peak_bytes, bound_ns, method, seed, wall_s,
-            restricted_bound_ns, notes=notes or {},
+            restricted_bound_ns, any_order_bound_ns, notes=notes or {},
         )  # fmt: skip
 
     def __repr__(self) -> str:
@@ -131,9 +136,12 @@ class Plan:
     @property
     def gap(self) -> float | None:
         """(time - bound) / time; None where either is unknown."""
-        if self.time_ns is None or self.bound_ns is None:
-            return None
-        return max(0.0, (self.time_ns - self.bound_ns) / self.time_ns) if self.time_ns else 0.0
+        return gap_of(self.time_ns, self.bound_ns)
+
+    @property
+    def any_order_gap(self) -> float | None:
+        """(time - bound) / time with the bound of all orders; None where either is unknown."""
+        return gap_of(self.time_ns, self.any_order_bound_ns)
 
     def row(self) -> dict[str, Any]:
         """The result row (see README): what is unknown is None."""
@@ -151,6 +159,7 @@ class Plan:
             "overhead": self.overhead,
             "bound_ns": self.bound_ns,
             "restricted_bound_ns": self.restricted_bound_ns,
+            "any_order_bound_ns": self.any_order_bound_ns,
             "gap": self.gap,
             "peak_bytes": self.peak_bytes,
             "recomputed_ops": trace.recomputed_ops if trace else None,
@@ -220,6 +229,7 @@ class Plan:
             "status": str(self.status),
             "bound_ns": self.bound_ns,
             "restricted_bound_ns": self.restricted_bound_ns,
+            "any_order_bound_ns": self.any_order_bound_ns,
             "method": self.method,
             "seed": self.seed,
             "wall_s": self.wall_s,
@@ -233,6 +243,13 @@ class Plan:
             "schedule": None if self.schedule is None else to_json(self.schedule),
         }
         return json.dumps(content) + "\n"
+
+
+def gap_of(time_ns: int | None, bound_ns: int | None) -> float | None:
+    """(time - bound) / time, 0 where both are nothing; None where either is unknown."""
+    if time_ns is None or bound_ns is None:
+        return None
+    return max(0.0, (time_ns - bound_ns) / time_ns) if time_ns else 0.0
 
 
 def in_a_line(kind: str, found: Any, how: str, schedule: Schedule | None, *more: str) -> str:
@@ -355,6 +372,7 @@ def _check_kinds(entries: dict[str, Any], kinds: Mapping[str, Any]) -> None:
 
 def _checked(content: dict[str, Any]) -> tuple[Status, Schedule | None]:
     """Status and schedule in a file, with everything checked that can be without the graph."""
+    content.setdefault("any_order_bound_ns", None)  # older files have none
     _check_kinds(content, _ENTRIES)
     if content["status"] not in list(Status):
         raise ValueError(f"{quoted(content['status'])} is not a valid Status")
@@ -370,12 +388,13 @@ def _read(content: dict[str, Any], graph: Graph) -> Plan:
     trace = None if schedule is None else simulate(graph, schedule)
     if trace is not None and trace.peak_bytes > content["budget_bytes"]:
         raise ValueError(f"its schedule needs {trace.peak_bytes:,} bytes, more than its budget")
-    if trace is not None and content["bound_ns"] is not None and content["bound_ns"] > trace.time_ns:
-        raise ValueError(f"its bound of {content['bound_ns']:,} ns is above its time of {trace.time_ns:,} ns")
+    for proved_ns in (content["bound_ns"], content["any_order_bound_ns"]):
+        if trace is not None and proved_ns is not None and proved_ns > trace.time_ns:
+            raise ValueError(f"its bound of {proved_ns:,} ns is above its time of {trace.time_ns:,} ns")
     return Plan(
         graph, content["budget_bytes"], status, schedule, trace.time_ns if trace else None,
         trace.peak_bytes if trace else None, content["bound_ns"], content["method"], content["seed"], content["wall_s"],
-        content["restricted_bound_ns"], notes=content["notes"],
+        content["restricted_bound_ns"], content["any_order_bound_ns"], notes=content["notes"],
     )  # fmt: skip
 
 
@@ -384,6 +403,7 @@ _ENTRIES = {
     "status": str,
     "bound_ns": int | None,
     "restricted_bound_ns": int | None,
+    "any_order_bound_ns": int | None,
     "method": str,
     "seed": int,
     "wall_s": int | float,

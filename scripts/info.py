@@ -25,7 +25,8 @@ from .workload import OF_MODELS, Loaded, is_plan_file
 
 PLAN_FACTS = (
     "graph", "device", "costs", "ops", "fingerprint", "method", "seed", "status", "budget_bytes", "budget_fraction", "time_ns",
-    "keep_all_time_ns", "overhead", "bound_ns", "restricted_bound_ns", "gap", "peak_bytes", "recomputed_ops", "wall_s",
+    "keep_all_time_ns", "overhead", "bound_ns", "restricted_bound_ns", "any_order_bound_ns", "gap", "peak_bytes",
+    "recomputed_ops", "wall_s",
 )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from graphs.ir import Graph
 from planner.budget import format_bytes, format_share
-from planner.result import Status
+from planner.result import Status, gap_of
 
 from .output import printable
 
@@ -33,11 +33,16 @@ def print_comparison(comparison: Comparison) -> None:
 
 
 def print_rows(graph: Graph, rows: Sequence[dict[str, Any]]) -> None:
-    """One table: a line a row, a rule between budgets; measured columns only where something was measured."""
+    """One table: a line a row, a rule between budgets; measured columns only where something was measured.
+
+    Under "any order" stands the gap to what is proved of all schedules, under "gap" that to the bound for the plan's order.
+    """
     measured = any(row["measured_time_ns"] is not None for row in rows)
     title = f"{printable(graph.name)}: {len(graph.ops)} ops, keep-all {graph.keep_all_time_ns / 1e6:.3f} ms"
     table = Table(title=title, title_justify="left", header_style="bold", box=None)
-    columns = ["budget", "method", "status", "overhead", "bound", "gap", "peak", "recomputed", "wall s"]
+    of_all = any(row.get("any_order_bound_ns") is not None for row in rows)
+    columns = ["budget", "method", "status", "overhead", "bound", "gap", *(["any order"] if of_all else [])]
+    columns += ["peak", "recomputed", "wall s"]
     columns += ["step ms", "measured peak", "grad error"] if measured else []
     for number, column in enumerate(columns):
         table.add_column(column, justify="left" if 0 < number < 3 else "right", no_wrap=True)
@@ -50,6 +55,7 @@ def print_rows(graph: Graph, rows: Sequence[dict[str, Any]]) -> None:
             _cell(row["overhead"], "{:.2%}"),
             _cell(row["bound_ns"] / base - 1 if row["bound_ns"] is not None and base else None, "{:.2%}"),
             _cell(row["gap"], "{:.2%}"),
+            *([_cell(gap_of(row["time_ns"], row.get("any_order_bound_ns")), "{:.2%}")] if of_all else []),
             _cell(row["peak_bytes"], format_bytes),
             _cell(row["recomputed_ops"], "{}"),
             _cell(row["wall_s"], "{:.2f}"),

@@ -91,8 +91,8 @@ def test_row_has_what_the_readme_promises(chain_2: Graph) -> None:
     assert json.loads(json.dumps(row)) == row == {
         "graph": "chain_2", "method": "test", "seed": 0, "budget_bytes": 3, "budget_fraction": 0.75, "status": "OPTIMAL",
         "time_ns": 6, "keep_all_time_ns": 5, "overhead": pytest.approx(0.2), "bound_ns": 6, "restricted_bound_ns": None,
-        "gap": 0.0, "peak_bytes": 3, "recomputed_ops": 1, "wall_s": 0.25, "device": "cpu", "costs": None,
-        "measured_time_ns": None, "measured_peak_bytes": None, "max_grad_error": None,
+        "any_order_bound_ns": None, "gap": 0.0, "peak_bytes": 3, "recomputed_ops": 1, "wall_s": 0.25, "device": "cpu",
+        "costs": None, "measured_time_ns": None, "measured_peak_bytes": None, "max_grad_error": None,
     }  # fmt: skip
 
 
@@ -108,6 +108,23 @@ def test_saved_plans_come_back(tmp_path_factory: pytest.TempPathFactory, data: s
     path = tmp_path_factory.mktemp("plans") / "plan.json"
     plan.save(path)
     assert load_plan(path, graph) == plan
+
+
+def test_what_is_proved_of_all_orders_comes_back_and_older_files_do_not_say(chain_2: Graph, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    plan = found(chain_2, with_frees(chain_2, RERUN), 3, bound_ns=6, any_order_bound_ns=5)
+    plan.save(path)
+    assert load_plan(path, chain_2) == plan and plan.gap == 0.0 and plan.any_order_gap == pytest.approx(1 / 6)
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps(content | {"any_order_bound_ns": 7}))
+    with pytest.raises(InputError, match="its bound of 7 ns is above its time of 6 ns"):
+        load_plan(path, chain_2)
+    del content["any_order_bound_ns"]
+    path.write_text(json.dumps(content))
+    assert load_plan(path, chain_2) == replace(plan, any_order_bound_ns=None)
+    assert found(chain_2, None, 1, any_order_bound_ns=5).any_order_gap is None
+    with pytest.raises(AssertionError, match="bound 7 above the time 6 found"):
+        found(chain_2, with_frees(chain_2, RERUN), 3, any_order_bound_ns=7)
 
 
 @pytest.mark.parametrize("infeasible", [True, False])
@@ -165,7 +182,7 @@ def test_every_missing_entry_is_named(chain_2: Graph, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     found(chain_2, keep_all(chain_2), 4).save(path)
     content = json.loads(path.read_text())
-    for entry in content.keys() - {"schema", "graph", "figures", "op_costs"}:
+    for entry in content.keys() - {"schema", "graph", "figures", "op_costs", "any_order_bound_ns"}:
         path.write_text(json.dumps({key: value for key, value in content.items() if key != entry}))
         with pytest.raises(InputError, match=f"plan.json is damaged: it has no entry '{entry}'"):
             load_plan(path, chain_2)

@@ -9,8 +9,9 @@ While the bound is far below the best schedule, relaxations with more and more e
 
 Meanwhile list walks along that walk, and a search among them (``planner.walks.walk_search``), find schedules that do fit, and
 so do a chain of blocks (``planner.stages.block_chain``) and the same method on a coarser graph (``planner.stages.coarsening``).
-Where any order will do, or nothing fits in the graph's, others are searched (``planner.stages.order_search``); where the best
-schedule has another order than the graph, all of this is done for that.
+Where any order will do, or nothing fits in the graph's, others are searched (``planner.stages.order_search``).
+Where the best schedule has another order than the graph, all of this is done for that. What holds for all orders is proved by
+events that come one after the other in any (``planner.stages.any_order``).
 """
 
 from __future__ import annotations
@@ -25,11 +26,12 @@ from planner.process.clock import now_s
 from planner.result import Plan
 from planner.schedule import Schedule, computes, first_runs, in_graph_order, keep_all, put_in_graph_order, renumbered, with_frees
 from planner.solvers.milp import Answer, Outcome
+from planner.stages.any_order import prove_in_any_order
 from planner.stages.block_chain import repeats
 from planner.stages.climbing import Climb, Reached
 from planner.stages.events import LARGE, missing, tightest
 from planner.stages.exhaustive import LONGEST_NS
-from planner.stages.first_schedules import follow_guides, pebble, prove_least, try_blocks
+from planner.stages.first_schedules import follow_guides, is_ruled_out, pebble, prove_least, try_blocks
 from planner.stages.mending import mend, shorten
 from planner.stages.model import MOST_TINY, TINY, Event, StageModel, Walk, stage_model, walk, with_end
 from planner.stages.order_search import anneal_on, search_orders
@@ -88,10 +90,10 @@ def solve(
                   in another order is taken only where it is the start, or none in graph order is known. From one that is taken
                   the search goes on, through other orders too
     progress      called as ``progress(time_ns=..., bound_ns=..., phase=...)`` where one of them changed (None: not known); the
-                  bound falls to the keep-all time where a schedule in another order is the best so far
+                  bound falls to that of any order where a schedule in another order is the best so far
 
     The status is INFEASIBLE only where no schedule in any order fits; where none with this order does and none in another is
-    found, it is UNKNOWN and ``notes["stopped"]`` says so. A schedule in another order has the keep-all time as its bound;
+    found, it is UNKNOWN and ``notes["stopped"]`` says so. A schedule in another order has ``any_order_bound_ns`` as its bound;
     ``restricted_bound_ns`` is then what is proved about its own order, and ``notes["order_bound_ns"]`` what is about the graph's.
     Unless the time limit struck (``notes["stopped"]``, or ``notes["cut_short"]`` for a part of the search), the same arguments
     give the same plan.
@@ -100,6 +102,8 @@ def solve(
     try:
         _run(search, start)
         _go_on(search)
+        if "infeasible" not in search.notes:
+            prove_in_any_order(search, search.events)
         search.take_last()
     except KeyboardInterrupt:
         search.notes["stopped"] = "interrupted"
@@ -115,9 +119,9 @@ def solve(
     if search.best is not None and search.time_ns is not None:
         if in_graph_order(computes(search.best)):
             bound_ns = min(bound_ns, search.time_ns)  # above it by the solver's rounding at most
-        else:  # what holds for all orders is the keep-all time
+        else:
             search.notes.setdefault("order", "first executions are not in graph order")
-            search.notes["order_bound_ns"], bound_ns = bound_ns, graph.keep_all_time_ns
+            search.notes["order_bound_ns"], bound_ns = bound_ns, search.any_order_bound_ns
     if search.order_of_best != search.solved_order:
         search.restricted_bound_ns = None
     return search.plan(METHOD, seed=seed, bound_ns=bound_ns)
@@ -168,12 +172,14 @@ def _go_on(search: StageSearch) -> None:
     """
     if search.any_order and not search.reordered and search.best is not None and not search.exhausted():
         _reorder(search, ORDERS_SHARE, anew=True)
-    while search.best is not None and not search.exhausted():
-        if search.order_of_best == search.solved_order or not search.elsewhere:
-            break
-        _solve_in(search, search.best, search.left_s)
+    while search.best is not None and search.elsewhere and not search.exhausted():
+        before_ns = search.time_ns
+        if search.order_of_best != search.solved_order:
+            _solve_in(search, search.best, search.left_s)
         if not search.exhausted():
             _reorder(search, ORDERS_SHARE)
+        if search.time_ns == before_ns:
+            break
 
 
 def _solve_in(search: StageSearch, start: Schedule, time_limit_s: float) -> None:
@@ -182,7 +188,7 @@ def _solve_in(search: StageSearch, start: Schedule, time_limit_s: float) -> None
     graph = search.graph.in_order(order)
 
     def tell(time_ns: int | None, phase: str, **_: object) -> None:  # its bound holds for no other order
-        search.report(f"{phase}, in another order", time_ns, None if time_ns is None else search.base)
+        search.report(f"{phase}, in another order", time_ns, None if time_ns is None else search.any_order_bound_ns)
 
     inner = StageSearch(graph, search.budget_bytes, search.gap, time_limit_s, tell, seed=search.seed, nested=True)
     try:
@@ -277,6 +283,8 @@ def _rounds(search: StageSearch) -> bool:
             try_blocks(search)
         if round_.number == 1 and _exhaust(search, FEW_LOOKS, EXACT * search.gap):
             return False
+        if round_.number == 1 and search.best is None and is_ruled_out(search):
+            return False
         if round_.number == 1 and not search.elsewhere:
             guide = None if answer.values is None else partial(follow_guides, search, round_.closed_graph, round_.events[0])
             _first_schedules(search, guide)
@@ -325,6 +333,7 @@ class _Round:
         search = self.search
         self.number += 1
         search.notes.update(events=len(self.events), rounds=self.number)
+        search.events = [event.op for event in self.events if not event.is_rerun]
         self.tiny_share = MOST_TINY if search.is_far and self.near_share > TINY else self.near_share
         model = stage_model(self.closed_graph, search.budget_bytes, self.events, tiny_share=self.tiny_share)
         if self.latest is not None and not model.refines(self.latest):
@@ -434,6 +443,7 @@ def _look_further(search: StageSearch, round_: _Round) -> Reached | None:
 
     In a training step there are relaxations beside that; what they have come to, None where there were none.
     """
+    prove_in_any_order(search)
     climb = Climb(search=search, closed_graph=round_.closed_graph, events=round_.events)
     if not climb.is_wanted:
         _by_all_means(search)

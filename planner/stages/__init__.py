@@ -12,5 +12,6 @@ blocks           ways to run a block of a chain, solved by the model for a few b
 block_chain      the schedule of a whole graph from such blocks
 coarsening       a coarser graph, whose schedules are easier to find
 order_search     other orders of first executions
+any_order        a bound on schedules in any order
 exhaustive       A* over what is in memory, for small graphs; exhaustive_states: its compiled part
 """

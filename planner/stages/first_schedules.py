@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 
 from graphs.ir import Graph
+from planner.bounds import least_bytes
 from planner.chains.chain_dp import ChainProgram
 from planner.least.pebbling import fitting, least_peak
 from planner.least.smallest import fitting_next_to
+from planner.on_demand import last_runs_peak
 from planner.process.clock import now_s
 from planner.schedule import Schedule, computes, put_in_graph_order, with_frees
 from planner.stages.block_chain import block_schedule, is_chain
@@ -92,6 +94,21 @@ def _follow_larger(search: StageSearch, program: ChainProgram) -> None:
     search.tell_cut_short(now_s() >= until)
 
 
+def is_ruled_out(search: StageSearch) -> bool:
+    """Whether last runs and cuts prove, in a moment, that nothing fits in any order; ``notes["infeasible"]`` then says so."""
+    until = now_s() + PEBBLE_SHARE * search.left_s
+    needed_bytes = last_runs_peak()(search.graph, least_bytes(search.graph), until)
+    search.tell_cut_short(now_s() >= until)
+    if needed_bytes > search.budget_bytes:
+        _tell_infeasible(search, needed_bytes)
+    return "infeasible" in search.notes
+
+
+def _tell_infeasible(search: StageSearch, least_bytes: int) -> None:
+    search.notes["infeasible"] = "no schedule in any order fits, however the ops are arranged"
+    search.notes["least_bytes"] = least_bytes
+
+
 def prove_least(search: StageSearch, *, longer: bool = False) -> Schedule | None:
     """Walk backwards from the end, for how little any schedule needs: a schedule with that peak, where the walk gets so far.
 
@@ -104,8 +121,7 @@ def prove_least(search: StageSearch, *, longer: bool = False) -> Schedule | None
     search.least_bytes, schedule = least_peak(search.graph, states=states, time_limit_s=until - now_s())
     search.tell_cut_short(now_s() >= until)
     if search.least_bytes > search.budget_bytes:
-        search.notes["infeasible"] = "no schedule in any order fits, however the ops are arranged"
-        search.notes["least_bytes"] = search.least_bytes
+        _tell_infeasible(search, search.least_bytes)
     return schedule
 
 

@@ -137,12 +137,7 @@ class StageModel:
 
     def bound_ns(self, answer: Answer) -> int | None:
         """Proved least time, rounded so that it stays a bound; None where nothing was proved."""
-        if not math.isfinite(answer.bound):
-            return None
-        grain = _grain(op.time_ns for op in self.graph.ops)
-        # Leave room for the solver's tolerances; then round up, since times of schedules are multiples of the grain.
-        extra_ns = (answer.bound - 1e-3 - 1e-6 * abs(answer.bound)) * self.unit_ns
-        return self.graph.keep_all_time_ns + max(0, math.ceil(extra_ns / grain) * grain)
+        return proved_ns(self.graph, answer.bound, self.unit_ns)
 
 
 def stage_model(graph: Graph, budget_bytes: int, events: Sequence[Event], *, tiny_share: float = TINY) -> StageModel:
@@ -154,9 +149,9 @@ def stage_model(graph: Graph, budget_bytes: int, events: Sequence[Event], *, tin
     milp = Milp()
     producer = graph.producer
     size = [value.size_bytes for value in graph.values]
-    unit_ns = _unit((op.time_ns for op in graph.ops), graph.keep_all_time_ns)
-    unit_bytes = _unit(size, budget_bytes)
-    tiny = _tiny(graph, tiny_share * budget_bytes)
+    unit_ns = unit_of((op.time_ns for op in graph.ops), graph.keep_all_time_ns)
+    unit_bytes = unit_of(size, budget_bytes)
+    tiny = tiny_values(graph, tiny_share * budget_bytes)
     needed_after = {t: _needed(graph, t, tiny) for t in {event.done for event in events}}
     needed = [needed_after[event.done] for event in events]
     ops = [graph.ops[event.op] for event in events]
@@ -337,7 +332,17 @@ def _needed(graph: Graph, t: int, tiny: frozenset[int]) -> set[int]:
     return need
 
 
-def _tiny(graph: Graph, room: float) -> frozenset[int]:
+def proved_ns(graph: Graph, bound: float, unit_ns: float, free: float = 0.0) -> int | None:
+    """Least time of a schedule by what a model's cost is at least, ``free`` of which is not paid; None for no such bound."""
+    if not math.isfinite(bound):
+        return None
+    grain = _grain(op.time_ns for op in graph.ops)
+    # Leave room for the solver's tolerances; then round up, since times of schedules are multiples of the grain.
+    extra_ns = (bound - free - 1e-3 - 1e-6 * abs(bound)) * unit_ns
+    return graph.keep_all_time_ns + max(0, math.ceil(extra_ns / grain) * grain)
+
+
+def tiny_values(graph: Graph, room: float) -> frozenset[int]:
     """The smallest values, as many as fit together in ``room`` bytes."""
     tiny = []
     for size, x in sorted((value.size_bytes, x) for x, value in enumerate(graph.values) if x not in graph.resident):
@@ -353,7 +358,7 @@ def _grain(numbers: Iterable[int]) -> int:
     return max(1, math.gcd(*numbers))
 
 
-def _unit(numbers: Iterable[int], total: int) -> float:
+def unit_of(numbers: Iterable[int], total: int) -> float:
     """What to divide ``numbers`` by: their grain where that leaves small integers (good for the solver), else total / SCALE."""
     grain = _grain(numbers)
     return grain if total / grain <= 10 * SCALE else total / SCALE

@@ -49,6 +49,8 @@ class StageSearch(Incumbent):
     relaxes: bool = field(default=True, init=False)  # whether relaxations are worth their time
     stalled: int = field(default=0, init=False)  # how many of them in a row have hardly raised the bound
     climbed: float = field(default=0.0, init=False)  # how far the last one raised it, as a share of what is left to the incumbent
+    proved_by: dict[int, int] = field(default_factory=dict, init=False)  # of any order, by single events
+    events: list[int] = field(default_factory=list, init=False)  # first executions that were the last model's events
     least_bytes: int = field(default=0, init=False)  # every schedule needs so many, whatever its order
     # List walks that go on for as long as a solver takes. How far they get depends on the machine, so what they find counts only
     # where the clock or Ctrl-C ends the search: then nothing would repeat anyway.
@@ -108,8 +110,8 @@ class StageSearch(Incumbent):
 
     @property
     def shown_bound_ns(self) -> int:
-        """Of all orders only the keep-all time is known, where the best schedule has another one than the graph."""
-        return self.base if self.best is not None and self.elsewhere else self.searched_ns
+        """The one that holds for the order of the best schedule."""
+        return self.any_order_bound_ns if self.best is not None and self.elsewhere else self.searched_ns
 
     @property
     def is_poor(self) -> bool:
