@@ -9,7 +9,8 @@ While the bound is far below the best schedule, relaxations with more and more e
 
 Meanwhile list walks along that walk, and a search among them (``planner.walks.walk_search``), find schedules that do fit, and
 so do a chain of blocks (``planner.stages.block_chain``) and the same method on a coarser graph (``planner.stages.coarsening``).
-Where any order will do, or nothing fits in the graph's, others are searched (``planner.stages.order_search``).
+Where any order will do, or nothing fits in the graph's, others are searched (``planner.stages.order_search``). Where not all
+gradients fit beside what makes them, schedules in several passes (``planner.stages.passes``) are tried, in orders of their own.
 Where the best schedule has another order than the graph, all of this is done for that. What holds for all orders is proved by
 events that come one after the other in any (``planner.stages.any_order``).
 """
@@ -20,8 +21,10 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TYPE_CHECKING
 
 from graphs.ir import Graph
+from planner.on_demand import walk_search
 from planner.process.clock import now_s
 from planner.result import Plan
 from planner.schedule import Schedule, computes, first_runs, in_graph_order, keep_all, put_in_graph_order, renumbered, with_frees
@@ -35,9 +38,13 @@ from planner.stages.first_schedules import follow_guides, is_ruled_out, pebble, 
 from planner.stages.mending import mend, shorten
 from planner.stages.model import MOST_TINY, TINY, Event, StageModel, Walk, stage_model, walk, with_end
 from planner.stages.order_search import anneal_on, search_orders
+from planner.stages.passes import in_passes
 from planner.stages.search import SMALL_OPS, StageSearch
 from planner.stages.solving import MOST_WORK, STALLED, Asked, idle_events, solve_relaxed, solve_whole, work_beside
 from planner.stages.spans import SpanRow, add_spans
+
+if TYPE_CHECKING:
+    from planner.walks.walk_search import WalkSearch
 
 METHOD = "cutting_stages"
 # First executions added a round at most, fewer by one for each re-run; after a relaxation that raised the bound by this share of
@@ -53,6 +60,9 @@ COARSE_DISTANCE, HALF, FEWER, HOPELESS_VARIABLES, COARSE_SHARE, COARSE_WORK = 0.
 # Of the time that is left at most: annealing, for graphs without a backward pass, on which list walks do poorly, or in any order
 # where nothing fits so far; search among all orders, where any will do.
 ANNEAL_SHARE, ORDERS_SHARE = 0.4, 0.75
+# Of the time left, for schedules in passes, and to solve for the order of one; ops of walks after which that is decided, and the
+# share of the overhead in graph order that its own has to have come to.
+PASSES_SHARE, PASSES_ORDER_SHARE, PASSES_WORK, PASSES_WIN = 0.1, 0.3, 600_000, 0.8
 WALKS_SHARE = 0.2  # of the time left, for their first list walks
 # While the bound is far away: how many ops of list walks take as long as the first look for schedules, the same where none fits
 # so far, a coarser graph, and any other turn; and how many are run in that one along the last solution, and along others.
@@ -87,8 +97,8 @@ def solve(
     time_limit_s  stop after this long; Ctrl-C stops at once. Either way the best schedule and bound so far are returned
     start         a schedule to begin with; its order of first executions may be another
     any_order     search among all orders of first executions too, in graphs without a backward pass first; without, a schedule
-                  in another order is taken only where it is the start, or none in graph order is known. From one that is taken
-                  the search goes on, through other orders too
+                  in another order is taken only where it is the start, none in graph order is known, or one in several passes is
+                  much cheaper than those. From one that is taken the search goes on, through other orders too
     progress      called as ``progress(time_ns=..., bound_ns=..., phase=...)`` where one of them changed (None: not known); the
                   bound falls to that of any order where a schedule in another order is the best so far
 
@@ -289,7 +299,7 @@ def _rounds(search: StageSearch) -> bool:
             guide = None if answer.values is None else partial(follow_guides, search, round_.closed_graph, round_.events[0])
             _first_schedules(search, guide)
             reached = _look_further(search, round_)
-            if "infeasible" in search.notes:
+            if "infeasible" in search.notes or search.leaves:
                 return False
             if reached is not None and search.is_far:
                 sequence, rows, round_.events = list(reached.sequence) or sequence, reached.rows, reached.events
@@ -463,15 +473,47 @@ def _look_further(search: StageSearch, round_: _Round) -> Reached | None:
 
 def _by_all_means(search: StageSearch) -> None:
     """Look for better schedules where the best one is far from the bound, and for any where there is none."""
+    passes = None
     if search.trained and (search.best is None or search.is_far):
         search.pass_again()
+        passes = None if search.nested or search.done() else _walk_in_passes(search)
     if search.is_far:
         if search.trained:
             shorten(search)
         try_blocks(search)
     if search.best is None and not _scrape(search, in_order=True):
         return
+    if passes is not None:
+        _solve_in_passes(search, *passes)
     _elsewhere(search)
+
+
+def _walk_in_passes(search: StageSearch) -> tuple[WalkSearch, list[int]] | None:
+    """Let list walks begin from schedules in several passes, in graph order and in an order of their own: the cheapest of the
+    latter, with its order."""
+    until = now_s() + PASSES_SHARE * search.left_s
+    best: tuple[WalkSearch, list[int]] | None = None
+    for runs in in_passes(search.graph, search.budget_bytes, deadline=until):
+        search.walks.follow(put_in_graph_order(search.graph, runs), held=True, deadline=until)
+        order = first_runs(runs)
+        number = {v: i for i, v in enumerate(order)}
+        walks = walk_search()(search.graph.in_order(order), search.budget_bytes, search.seed)
+        walks.follow([number[v] for v in runs], deadline=until)
+        if walks.runs is not None and (best is None or walks.time_ns < best[0].time_ns):
+            best = walks, order
+    search.tell_cut_short(now_s() >= until)
+    search.take_walk()
+    return best
+
+
+def _solve_in_passes(search: StageSearch, walks: WalkSearch, order: list[int]) -> None:
+    """Solve for the order of a schedule in several passes, if walks have made that much cheaper than all in graph order."""
+    walks.improve(PASSES_WORK, deadline=search.deadline)
+    if walks.runs is None or search.done():
+        return
+    if search.time_ns is None or walks.time_ns - search.base <= PASSES_WIN * (search.time_ns - search.base):
+        _solve_in(search, with_frees(search.graph, [order[v] for v in walks.runs]), PASSES_ORDER_SHARE * search.left_s)
+        search.leaves = search.best is not None and search.elsewhere
 
 
 def _go_on_beside(search: StageSearch, climb: Climb, work: int) -> None:
@@ -481,7 +523,7 @@ def _go_on_beside(search: StageSearch, climb: Climb, work: int) -> None:
     """
     if search.best is None:
         climb.by(work)  # what is proved by then counts all the same
-    while search.is_far and not search.done():
+    while search.is_far and not search.leaves and not search.done():
         reached = climb.by(work)
         if not search.is_far or search.done():
             return

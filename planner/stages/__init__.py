@@ -12,6 +12,7 @@ blocks           ways to run a block of a chain, solved by the model for a few b
 block_chain      the schedule of a whole graph from such blocks
 coarsening       a coarser graph, whose schedules are easier to find
 order_search     other orders of first executions
+passes           schedules in several passes, each of which makes gradients of its own
 any_order        a bound on schedules in any order
 exhaustive       A* over what is in memory, for small graphs; exhaustive_states: its compiled part
 """

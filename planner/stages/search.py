@@ -43,6 +43,7 @@ class StageSearch(Incumbent):
     reordered: bool = field(default=False, init=False)  # whether other orders have been searched
     chained: bool = field(default=False, init=False)  # whether a chain of blocks has been tried
     blocks_miss: bool = field(default=False, init=False)  # and no schedule of it fitted
+    leaves: bool = field(default=False, init=False)  # whether all is left that has to do with graph order
     coarsened: bool = field(default=False, init=False)  # whether a coarser graph has been solved
     annealings: int = field(default=0, init=False)  # how many there have been, each with a seed of its own
     looks: int = field(default=0, init=False)  # nodes that A* may have looked at so far
