@@ -78,7 +78,7 @@ def prove_in_any_order(search: StageSearch, events: Sequence[int] = ()) -> None:
     events  first executions that matter in graph order: those of them that come in a row in any order are the MILP's
     """
     graph = search.graph
-    if search.nested or len(graph.ops) > LARGEST or search.closed_in_any_order() or search.out_of_time():
+    if search.nested or len(graph.ops) > LARGEST or search.closed_in_any_order() or now_s() >= search.deadline:
         return
     until, work = now_s() + SHARE * search.left_s, WORK
     closed_graph, tiny_share = with_end(graph), min(TINY_GAP * search.gap, MOST_TINY)
