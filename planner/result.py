@@ -391,6 +391,8 @@ def _read(content: dict[str, Any], graph: Graph) -> Plan:
     for proved_ns in (content["bound_ns"], content["any_order_bound_ns"]):
         if trace is not None and proved_ns is not None and proved_ns > trace.time_ns:
             raise ValueError(f"its bound of {proved_ns:,} ns is above its time of {trace.time_ns:,} ns")
+    if (content["any_order_bound_ns"] or 0) > (content["bound_ns"] or LARGEST_NS):
+        raise ValueError("its bound for any order is above that for its own")
     return Plan(
         graph, content["budget_bytes"], status, schedule, trace.time_ns if trace else None,
         trace.peak_bytes if trace else None, content["bound_ns"], content["method"], content["seed"], content["wall_s"],

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from planner.methods import cutting_stages
 from planner.methods.cutting_stages import solve
 from planner.process.clock import now_s
 from planner.result import Status
 from planner.schedule import in_graph_order, keep_all, with_frees
 from planner.simulate import simulate
 from planner.stages.passes import in_passes
+from planner.stages.search import StageSearch
 from tests.oracles import least_budget
 from tests.strategies import random_graph
 from tests.test_second_passes import narrowing
@@ -63,3 +65,35 @@ def test_a_plan_leaves_graph_order_where_passes_are_cheaper_than_anything_in_it(
     assert found.notes["order"] == "first executions are not in graph order"
     assert found.status is Status.OPTIMAL and found.bound_ns == found.any_order_bound_ns
     assert solve(graph, budget_bytes, time_limit_s=30).schedule == found.schedule
+
+
+@pytest.mark.parametrize("layers", [12, 20, 30])
+def test_what_passes_have_found_is_not_lost_where_the_search_is_interrupted(layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = narrowing(layers)
+    budget_bytes = int(0.66 * simulate(graph, keep_all(graph)).peak_bytes)
+    walk_in_passes, in_hand = cutting_stages._walk_in_passes, []
+
+    def interrupted(search: StageSearch) -> None:
+        walk_in_passes(search)
+        assert search.passes is not None and search.time_ns is not None
+        in_hand.append((search.passes[0].time_ns, search.time_ns))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cutting_stages, "_walk_in_passes", interrupted)
+    found = solve(graph, budget_bytes, time_limit_s=20)
+    ((passes_ns, order_ns),) = in_hand
+    assert passes_ns < order_ns and found.interrupted
+    assert found.time_ns == passes_ns and found.bound_ns == found.any_order_bound_ns
+
+
+def test_a_proof_in_graph_order_is_none_against_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = narrowing(30)
+    budget_bytes = int(0.7 * simulate(graph, keep_all(graph)).peak_bytes)
+
+    def close(search: StageSearch) -> None:
+        if not search.nested:
+            search.raise_bound(search.time_ns, restricted=False)
+
+    monkeypatch.setattr(cutting_stages, "shorten", close)
+    found = solve(graph, budget_bytes, time_limit_s=30)
+    assert found.time_ns is not None and found.time_ns < found.notes["order_bound_ns"]

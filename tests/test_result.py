@@ -119,6 +119,9 @@ def test_what_is_proved_of_all_orders_comes_back_and_older_files_do_not_say(chai
     path.write_text(json.dumps(content | {"any_order_bound_ns": 7}))
     with pytest.raises(InputError, match="its bound of 7 ns is above its time of 6 ns"):
         load_plan(path, chain_2)
+    path.write_text(json.dumps(content | {"any_order_bound_ns": 6, "bound_ns": 5}))
+    with pytest.raises(InputError, match="its bound for any order is above that for its own"):
+        load_plan(path, chain_2)
     del content["any_order_bound_ns"]
     path.write_text(json.dumps(content))
     assert load_plan(path, chain_2) == replace(plan, any_order_bound_ns=None)

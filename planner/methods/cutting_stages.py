@@ -21,7 +21,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
 
 from graphs.ir import Graph
 from planner.on_demand import walk_search
@@ -42,9 +41,6 @@ from planner.stages.passes import in_passes
 from planner.stages.search import SMALL_OPS, StageSearch
 from planner.stages.solving import MOST_WORK, STALLED, Asked, idle_events, solve_relaxed, solve_whole, work_beside
 from planner.stages.spans import SpanRow, add_spans
-
-if TYPE_CHECKING:
-    from planner.walks.walk_search import WalkSearch
 
 METHOD = "cutting_stages"
 # First executions added a round at most, fewer by one for each re-run; after a relaxation that raised the bound by this share of
@@ -119,6 +115,9 @@ def solve(
         search.notes["stopped"] = "interrupted"
         search.take_last()
     search.tell_cut_short("stopped" not in search.notes and now_s() >= search.deadline)
+    in_hand = _much_cheaper_in_passes(search)  # there was no time to solve for its order
+    if in_hand is not None:
+        search.offer(in_hand, "list walk, in another order")
     if search.best is None and "infeasible" not in search.notes:  # no time for more
         try:
             search.begin_walks(now_s() + LAST_S)
@@ -473,46 +472,54 @@ def _look_further(search: StageSearch, round_: _Round) -> Reached | None:
 
 def _by_all_means(search: StageSearch) -> None:
     """Look for better schedules where the best one is far from the bound, and for any where there is none."""
-    passes = None
     if search.trained and (search.best is None or search.is_far):
         search.pass_again()
-        passes = None if search.nested or search.done() else _walk_in_passes(search)
+        if not search.nested and not search.done():
+            _walk_in_passes(search)
     if search.is_far:
         if search.trained:
             shorten(search)
         try_blocks(search)
     if search.best is None and not _scrape(search, in_order=True):
         return
-    if passes is not None:
-        _solve_in_passes(search, *passes)
+    _solve_in_passes(search)
     _elsewhere(search)
 
 
-def _walk_in_passes(search: StageSearch) -> tuple[WalkSearch, list[int]] | None:
-    """Let list walks begin from schedules in several passes, in graph order and in an order of their own: the cheapest of the
-    latter, with its order."""
+def _walk_in_passes(search: StageSearch) -> None:
+    """Let list walks begin from schedules in several passes, in graph order and in an order of their own."""
     until = now_s() + PASSES_SHARE * search.left_s
-    best: tuple[WalkSearch, list[int]] | None = None
     for runs in in_passes(search.graph, search.budget_bytes, deadline=until):
         search.walks.follow(put_in_graph_order(search.graph, runs), held=True, deadline=until)
         order = first_runs(runs)
         number = {v: i for i, v in enumerate(order)}
         walks = walk_search()(search.graph.in_order(order), search.budget_bytes, search.seed)
         walks.follow([number[v] for v in runs], deadline=until)
-        if walks.runs is not None and (best is None or walks.time_ns < best[0].time_ns):
-            best = walks, order
+        if walks.runs is not None and (search.passes is None or walks.time_ns < search.passes[0].time_ns):
+            search.passes = walks, order
     search.tell_cut_short(now_s() >= until)
     search.take_walk()
-    return best
 
 
-def _solve_in_passes(search: StageSearch, walks: WalkSearch, order: list[int]) -> None:
-    """Solve for the order of a schedule in several passes, if walks have made that much cheaper than all in graph order."""
-    walks.improve(PASSES_WORK, deadline=search.deadline)
-    if walks.runs is None or search.done():
+def _much_cheaper_in_passes(search: StageSearch) -> Schedule | None:
+    """The cheapest schedule in several passes, in its own order, where it is much cheaper than all others."""
+    if search.passes is None:
+        return None
+    walks, order = search.passes
+    assert walks.runs is not None
+    if search.time_ns is not None and walks.time_ns - search.base > PASSES_WIN * (search.time_ns - search.base):
+        return None
+    return with_frees(search.graph, [order[v] for v in walks.runs])
+
+
+def _solve_in_passes(search: StageSearch) -> None:
+    """Solve for the order of a schedule in several passes, if walks make that much cheaper than all in graph order."""
+    if search.passes is None or search.out_of_time():
         return
-    if search.time_ns is None or walks.time_ns - search.base <= PASSES_WIN * (search.time_ns - search.base):
-        _solve_in(search, with_frees(search.graph, [order[v] for v in walks.runs]), PASSES_ORDER_SHARE * search.left_s)
+    search.passes[0].improve(PASSES_WORK, deadline=search.deadline)
+    schedule = _much_cheaper_in_passes(search)
+    if schedule is not None and not search.out_of_time():
+        _solve_in(search, schedule, PASSES_ORDER_SHARE * search.left_s)
         search.leaves = search.best is not None and search.elsewhere
 
 

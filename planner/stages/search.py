@@ -43,6 +43,8 @@ class StageSearch(Incumbent):
     reordered: bool = field(default=False, init=False)  # whether other orders have been searched
     chained: bool = field(default=False, init=False)  # whether a chain of blocks has been tried
     blocks_miss: bool = field(default=False, init=False)  # and no schedule of it fitted
+    # Walks from a schedule in several passes, in an order of their own, and that order.
+    passes: tuple[WalkSearch, list[int]] | None = field(default=None, init=False)
     leaves: bool = field(default=False, init=False)  # whether all is left that has to do with graph order
     coarsened: bool = field(default=False, init=False)  # whether a coarser graph has been solved
     annealings: int = field(default=0, init=False)  # how many there have been, each with a seed of its own
