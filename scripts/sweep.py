@@ -34,7 +34,7 @@ from planner.budget import EXACT, resolve_budget
 from planner.methods import METHODS
 from planner.methods import method as method_named
 from planner.plan import check_options, solve
-from planner.result import LARGEST_NS, Plan, Status
+from planner.result import LARGEST_NS, Plan, Status, gap_of
 
 ONLINE = "online:"
 FAILED = "FAILED"  # the cell ended in an error of ours, or its process did
@@ -422,8 +422,7 @@ def settle(rows: Sequence[Row]) -> list[Row]:
             reason = f"called infeasible, but {fitting['method']} fits {fitting['budget_bytes']:,} bytes: a bug in one of them"
             settled[key] = row = row | {"status": FAILED, "reason": reason}
         if key[1].startswith(ONLINE) and bound_ns is not None:
-            gap = None if row["time_ns"] is None else max(0.0, 1 - bound_ns / row["time_ns"]) if row["time_ns"] else 0.0
-            settled[key] = row | {"bound_ns": bound_ns, "gap": gap}
+            settled[key] = row | {"bound_ns": bound_ns, "gap": gap_of(row["time_ns"], bound_ns)}
             if row["time_ns"] is not None and row["time_ns"] < bound_ns:
                 reason = f"takes {row['time_ns']:,} ns, less than the {bound_ns:,} ns that are proved: a bug in one of them"
                 settled[key] |= {"status": FAILED, "reason": reason}
@@ -438,14 +437,13 @@ def _reused(row: Row, cheaper: Row) -> Row:
     if row["status"] == Status.INFEASIBLE:
         reason = f"called infeasible, but {cheaper['budget_bytes']:,} bytes are enough: a bug in {row['method']}"
         return row | {"status": FAILED, "reason": reason}
-    gap = None if bound_ns is None else max(0.0, 1 - bound_ns / time_ns) if time_ns else 0.0
     proved_ = bound_ns is not None and 0 <= time_ns - bound_ns <= row["options"].get("gap", 0.0) * time_ns
     own = {"own_time_ns": row["time_ns"], "own_status": row["status"]}
     source = cheaper["notes"].get("reused_from_budget_bytes", cheaper["budget_bytes"])
     return row | {
         "status": str(Status.OPTIMAL if proved_ else Status.FEASIBLE),
         "reason": None,
-        "gap": gap,
+        "gap": gap_of(time_ns, bound_ns),
         **{name: cheaper[name] for name in ("time_ns", "overhead", "peak_bytes", "recomputed_ops")},
         "notes": {**own, **row["notes"], "reused_from_budget_bytes": source},
     }

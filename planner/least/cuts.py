@@ -36,10 +36,8 @@ class MinCuts:
     def __init__(self, graph: Graph) -> None:
         in_rows, inputs, out_rows, outputs, self._producer, self._size = reads_and_makes(graph)
         self._ops, self._values = len(graph.ops), len(graph.values)
-        op, value = (
-            np.arange(self._ops),
-            self._ops + 2 * np.arange(self._values),
-        )  # nodes: what flows into a value, then out of it
+        # Nodes: the ops; of each value one for what flows into it, and then one for what flows out.
+        op, value = np.arange(self._ops), self._ops + 2 * np.arange(self._values)
         self._source = self._ops + 2 * self._values
         self._sink = self._source + 1
         self._into, self._out = value, value + 1

@@ -97,8 +97,10 @@ def prove_in_any_order(search: StageSearch, events: Sequence[int] = ()) -> None:
         if search.closed_in_any_order():
             return
     row = in_a_row(closed_graph, dict.fromkeys((max(proved, key=lambda t: proved[t]), *events)))
+    if len(row) == 1:
+        return
     model = any_order_model(closed_graph, search.budget_bytes, row, tiny_share=tiny_share)
-    if len(row) > 1 and len(model.milp.cost) <= SAT_VARIABLES:
+    if len(model.milp.cost) <= SAT_VARIABLES:
         answer = sat_minimise()(model.milp, time_limit_s=max(0.0, until - now_s()), effort=EFFORT, seed=search.seed)
         search.tell_cut_short(now_s() >= until)
         search.raise_any_order_bound(model.bound_ns(answer))
@@ -122,12 +124,12 @@ def _worth_trying(search: StageSearch) -> Iterator[int]:
 def in_a_row(graph: Graph, events: Iterable[int]) -> list[int]:
     """Of some ops, those that come one after the other in every order: the first of them, and each that depends on all that are
     taken before it in op order, or they on it."""
-    row: list[int] = []
+    above: dict[int, set[int]] = {}  # of those taken
     for t in events:
-        above = _ancestors(graph, t)
-        if all(s in above if s < t else t in _ancestors(graph, s) for s in row if s != t) and t not in row:
-            row.append(t)
-    return sorted(row)
+        before = _ancestors(graph, t)
+        if t not in above and all(s in before or t in others for s, others in above.items()):
+            above[t] = before
+    return sorted(above)
 
 
 class _Builder:

@@ -104,9 +104,9 @@ def is_ruled_out(search: StageSearch) -> bool:
     return "infeasible" in search.notes
 
 
-def _tell_infeasible(search: StageSearch, least_bytes: int) -> None:
+def _tell_infeasible(search: StageSearch, needed_bytes: int) -> None:
     search.notes["infeasible"] = "no schedule in any order fits, however the ops are arranged"
-    search.notes["least_bytes"] = least_bytes
+    search.notes["least_bytes"] = needed_bytes
 
 
 def prove_least(search: StageSearch, *, longer: bool = False) -> Schedule | None:
