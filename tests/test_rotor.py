@@ -15,6 +15,7 @@ from graphs.synthetic import chain, linear_network, random_training
 from planner import Status, keep_all, simulate, solve
 from planner.chains.chain import Stage, chain_of_ops
 from planner.chains.chain_dp import ChainProgram, Tables, Way
+from planner.methods.rockmate import solve as rockmate
 from planner.methods.rotor import solve as rotor
 from planner.process.clock import now_s
 from planner.process.pauses import rare_collections
@@ -190,6 +191,19 @@ def test_effects_happen_once() -> None:
     for budget in range(3, 9):
         best, found = least_time(graph, budget, keep_order=True), rotor(graph, budget)
         assert found.time_ns == (best and best[0]), budget
+
+
+def test_what_nobody_reads_runs_beside_the_backward_pass() -> None:
+    """An op without outputs that is not marked as backward but comes after it has begun, in all budgets that a chain can meet."""
+    graph = chain(8)
+    at = next(i for i, op in enumerate(graph.ops) if op.backward) + 1
+    for effect in (False, True):
+        ops = (*graph.ops[:at], Op("unread", (), (), 1, effect=effect), *graph.ops[at:])
+        odd = replace(graph, ops=ops)
+        for budget in range(4, 12):
+            for method in (rotor, rockmate):
+                plan, plain = method(odd, budget), method(graph, budget)
+                assert plan.time_ns == (plain.time_ns and plain.time_ns + 1), (budget, method)
 
 
 def test_refuses_a_graph_that_is_all_backward() -> None:

@@ -31,7 +31,7 @@ from typing import Any
 
 import numpy as np
 
-from planner.chains.chain import Chain, Stage, held_throughout, left_for
+from planner.chains.chain import Chain, Stage, forward_count, held_throughout, left_for
 from planner.process.clock import now_s
 from planner.schedule import Schedule, keep_all, with_frees
 from planner.simulate import simulate
@@ -115,6 +115,7 @@ class ChainProgram:
         self.fixed_bytes = graph.resident_bytes + sum(graph.values[v].size_bytes for v in always)
         self._free = always | graph.resident
         self._size = [0 if v in self._free else value.size_bytes for v, value in enumerate(graph.values)]
+        self._forward_count = forward_count(graph)
         live = left_for(chain)
         self._links = [
             self._link(stage, after, ways[at], live[at], live[at - 1] if at else live[-1], at == len(chain.stages) - 1)
@@ -242,7 +243,7 @@ class ChainProgram:
 
     def _effect(self, ops: Iterable[int]) -> bool:
         """Whether forward ops among these have an outside effect, so that they may not run again."""
-        return any(self.graph.ops[i].effect and not self.graph.ops[i].backward for i in ops)
+        return any(self.graph.ops[i].effect and i < self._forward_count for i in ops)
 
     def _time(self, ops: Iterable[int]) -> int:
         return sum(self.graph.ops[i].time_ns for i in ops)
@@ -256,12 +257,12 @@ class ChainProgram:
         return frozenset(wanted)
 
     def _needed(self, ops: Sequence[int], end: Collection[int]) -> tuple[int, ...]:
-        """The runs among ``ops`` that ``end`` cannot do without, and those of backward ops."""
+        """The runs among ``ops`` that ``end`` cannot do without, and those of the backward pass, which has no others of them."""
         wanted = set(end)
         runs: list[int] = []
         for i in reversed(ops):
             op = self.graph.ops[i]
-            if wanted.isdisjoint(op.outputs) and not op.backward:
+            if wanted.isdisjoint(op.outputs) and i < self._forward_count:
                 continue
             runs.append(i)
             wanted.difference_update(op.outputs)
