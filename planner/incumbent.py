@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 from graphs.ir import Graph
@@ -17,6 +16,16 @@ from planner.simulate import Trace, simulate
 
 REPLAY_WORK = 400_000  # a second, by a slow machine: runs, and values that they read and make, of a sequence freed and simulated
 REPLAY_S = 0.5  # beyond the time limit, for the last one
+
+
+def is_replayable(graph: Graph, runs: Iterable[int], deadline: float) -> bool:
+    """Whether there is time to free and simulate a sequence, which cannot be stopped, by ``deadline`` or hardly later."""
+    widths = [1 + len(op.inputs) + len(op.outputs) for op in graph.ops]
+    return sum(map(widths.__getitem__, runs)) <= _replayable_work(deadline)
+
+
+def _replayable_work(deadline: float) -> float:
+    return REPLAY_WORK * (deadline - now_s() + REPLAY_S)
 
 
 @dataclass
@@ -123,19 +132,19 @@ class Incumbent:
         return True
 
     def in_time(self, runs: Iterable[int]) -> bool:
-        """Whether there is time to free and simulate a sequence, which cannot be stopped; if not, the notes say so."""
-        if sum(map(self._widths.__getitem__, runs)) <= self.replayable_work():
+        """Whether there is time to free and simulate a sequence; if not, the notes say so."""
+        if self.is_replayable(runs):
             return True
         self.notes["stopped"] = "time limit"
         return False
 
+    def is_replayable(self, runs: Iterable[int]) -> bool:
+        """Whether there is time to free and simulate a sequence, which cannot be stopped."""
+        return is_replayable(self.graph, runs, self.deadline)
+
     def replayable_work(self) -> float:
         """What there is time to free and simulate: runs, and values that they read and make."""
-        return REPLAY_WORK * (self.deadline - now_s() + REPLAY_S)
-
-    @cached_property
-    def _widths(self) -> list[int]:
-        return [1 + len(op.inputs) + len(op.outputs) for op in self.graph.ops]
+        return _replayable_work(self.deadline)
 
     def exhausted(self) -> bool:
         """Whether no order can be much better than the best one, or time is up, which the notes then say."""

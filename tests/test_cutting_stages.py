@@ -9,10 +9,12 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
+import planner.least.smallest
 import planner.stages.events
 import planner.stages.model
 from graphs import Graph, Op, Value
@@ -346,6 +348,28 @@ def test_what_a_chain_of_blocks_has_proved_to_be_the_least_is_not_improved(monke
     search = StageSearch(graph, simulate(graph, whole).peak_bytes, gap=0.0, time_limit_s=60.0, seed=0)
     try_blocks(search)
     assert search.closed()
+
+
+def test_a_walk_that_there_is_no_time_to_replay_is_not_offered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where an op with thousands of outputs runs again and again, that is a tenth of a second for a compiled walk, and many
+    seconds for freeing and simulating."""
+    ops = (Op("split", (), tuple(range(4_000)), 1), Op("read", tuple(range(4_000)), (4_000,), 1))
+    graph = Graph("split", ops, (Value("part", 1),) * 4_001, frozenset(), frozenset({4_000}))
+    runs = np.array([0] * 500 + [1])
+
+    def start(self: WalkSearch, **_: object) -> None:
+        self.runs, self.time_ns = runs, float(len(runs))
+
+    monkeypatch.setattr(WalkSearch, "start", start)
+    for time_limit_s, fits in ((0.3, False), (100.0, True)):
+        search = StageSearch(graph, 5_000, gap=0.0, time_limit_s=time_limit_s, seed=0)
+        search.walks.start()
+        search.take_walk()
+        assert (search.best is not None) == fits == ("cut_short" not in search.notes)
+    asked = list[int]()
+    monkeypatch.setattr(planner.least.smallest, "simulate", lambda g, s: asked.append(len(s)) or simulate(g, s))
+    smallest_known(graph, time_limit_s=0.5)
+    assert asked and max(asked) < 10_000
 
 
 def test_the_time_limit_is_kept_with_a_coarser_graph(monkeypatch: pytest.MonkeyPatch) -> None:

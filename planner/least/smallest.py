@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from graphs.ir import Graph
 from planner.bounds import least_bytes
+from planner.incumbent import is_replayable
 from planner.least.pebbling import fitting
 from planner.on_demand import walk_search
 from planner.process.clock import now_s
@@ -72,7 +73,8 @@ def fitting_next_to(graph: Graph, budget_bytes: int, *, time_limit_s: float, pro
 def _walked(graph: Graph, budget_bytes: int, deadline: float) -> Schedule | None:
     walks, large = walk_search()(graph, budget_bytes, seed=0), len(graph.ops) > MANY_OPS
     walks.start(deadline=deadline, one=large)
-    return None if walks.runs is None else with_frees(graph, walks.runs.tolist())
+    runs = None if walks.runs is None else walks.runs.tolist()
+    return None if runs is None or not is_replayable(graph, runs, deadline) else with_frees(graph, runs)
 
 
 def _pebbled(graph: Graph, budget_bytes: int, deadline: float) -> Schedule | None:

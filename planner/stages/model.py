@@ -312,7 +312,7 @@ def _passing(graph: Graph) -> dict[int, int]:
             continue
         u = graph.consumers[x][0]
         reader = graph.ops[u]
-        fed = all(y in graph.ops[v].outputs or graph.producer[y] < 0 for y in reader.inputs)
+        fed = all(graph.producer[y] in (v, -1) for y in reader.inputs)
         if fed and reader.outputs and not reader.effect and sum(size[y] for y in reader.outputs) <= size[x]:
             passing[x] = u
     return passing

@@ -184,9 +184,13 @@ class StageSearch(Incumbent):
             self.take_beyond()
 
     def take_walk(self) -> None:
-        """Offer the best list walk, where it is news."""
+        """Offer the best list walk, where it is news and there is time to."""
         if "walks" not in self.__dict__:  # none so far, and none are made for that
             return
         if self.walks.runs is not None and self.wants(self.budget_bytes, self.walks.time_ns):
-            self.offer(with_frees(self.graph, self.walks.runs.tolist()), "list walk")
+            runs = self.walks.runs.tolist()
+            if self.is_replayable(runs):
+                self.offer(with_frees(self.graph, runs), "list walk")
+            else:
+                self.tell_cut_short(True)
         self.tell_cut_short(self.walks.hurried)
