@@ -33,7 +33,6 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from graphs.as_eager.layouts import _relaid, _smaller, kernels_layouts
 from graphs.capture import Inputs, Loss, Step, bind, capture
 from graphs.errors import BranchChanged, CaptureError, InputError
-from graphs.torch_private.kernels import onednn_as
 from graphs.torch_private.names import FakeTensorMode, FunctionalTensor
 from graphs.tracing.refusals import place_among
 from graphs.watching.fingerprint import same_plain
@@ -43,6 +42,7 @@ from planner.plan import plan
 from planner.process.pauses import no_collections
 from planner.schedule import keep_all
 from planner.simulate import simulate
+from tests.onednn import onednn_as
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -2507,6 +2507,44 @@ def test_a_trace_that_ends_in_the_backward_says_nothing_but_the_error():
         with pytest.raises(CaptureError, match="seeds a generator"):
             capture(Lambda(draws_again), x8)
     assert not said
+
+
+def elsewhere(do):
+    thread = threading.Thread(target=do)
+    thread.start()
+    thread.join()
+
+
+def test_other_threads_may_set_the_state_of_generators():
+    """As checkpoints of theirs do."""
+    states = []
+
+    def forward(model, x):
+        states.append(torch.get_rng_state())
+        x = F.dropout(model.linear(x))
+        elsewhere(lambda: torch.manual_seed(7))
+        elsewhere(lambda: torch.set_rng_state(states.pop()))  # as it was found by a thread, in the trace
+        return square(F.dropout(x))
+
+    model = Lambda(forward)
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    capture(model, x8)
+    assert torch.equal(torch.get_rng_state(), before)
+    model = Lambda(lambda m, x: (square(m.linear(x)), elsewhere(lambda: torch.set_rng_state(before)))[0])
+    torch.manual_seed(4)
+    capture(model, x8)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_seed_is_refused_though_another_thread_sets_one_afterwards():
+    def forward(model, x):
+        torch.manual_seed(1)
+        elsewhere(lambda: torch.manual_seed(2))
+        return square(F.dropout(model.linear(x)))
+
+    with pytest.raises(CaptureError, match="seeds a generator or sets its state"):
+        capture(Lambda(forward), x8)
 
 
 def test_what_is_refused_to_a_forward_is_not_to_other_threads():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import threading
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,9 +15,9 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 
 from graphs.capture import Step, capture
 from graphs.errors import BranchChanged, CaptureError
-from graphs.torch_private.kernels import onednn_as
 from planner import plan
 from planner.schedule import computes
+from tests.onednn import onednn_as
 
 
 class Model(nn.Module):
@@ -195,6 +197,87 @@ def test_layers_under_a_transform_of_torch_func_are_cells() -> None:
 
     step = capture(Model(nn.LSTM(8, 7), gradients), torch.randn(4, 3, 8))
     assert sum(op.kind == "belady.lstm_layer" for op in step.graph.ops) == 1
+
+
+class Looks(nn.Module):
+    """Has another thread compute while it is traced."""
+
+    def __init__(self, part: nn.Module, transformed: bool) -> None:
+        super().__init__()
+        self.part, self.transformed = part, transformed
+
+    def forward(self, x: Tensor) -> Tensor:
+        elsewhere(note)
+
+        def run(x: Tensor) -> Tensor:
+            out = self.part(x)
+            return mean_square(out[0] if isinstance(out, tuple) else out)
+
+        loss = run(x)
+        if self.transformed:
+            loss = loss + torch.func.grad(run)(x).square().sum()
+        return loss
+
+
+noted: list[Tensor] = []
+conv, image = nn.Conv2d(3, 8, 3, padding=1), torch.randn(4, 3, 12, 12)
+
+
+def note() -> None:
+    noted.append(conv(image).detach())
+
+
+def elsewhere(do: Callable[[], None]) -> None:
+    thread = threading.Thread(target=do)
+    thread.start()
+    thread.join()
+
+
+@pytest.mark.parametrize("transformed", [False, True])
+@pytest.mark.parametrize(
+    "part", [lambda: nn.Linear(8, 8), lambda: nn.Conv1d(3, 3, 3), lambda: nn.LSTM(8, 7), lambda: nn.LSTM(8, 7, proj_size=3)]
+)
+def test_other_threads_keep_their_kernels_during_a_capture(
+    part: Callable[[], nn.Module], transformed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether oneDNN is on is one answer for all threads."""
+    noted.clear()
+    note()
+    monkeypatch.setattr(torch._C, "_set_mkldnn_enabled", lambda enabled: pytest.fail("a capture switches oneDNN"))
+    capture(Looks(part(), transformed), torch.randn(4, 3, 8))
+    assert len(noted) == 3  # the forward is traced twice
+    assert all(torch.equal(each, noted[0]) for each in noted)
+
+
+class Transformed(nn.Module):
+    def __init__(self, layers: nn.LSTM) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x: Tensor) -> Tensor:
+        def run(x: Tensor) -> Tensor:
+            out, (_, c) = self.layers(x)
+            return mean_square(out) + c.sum()
+
+        return torch.func.grad(run)(x).square().sum()
+
+
+def as_text(step: Step) -> list[str]:
+    return [f"{node.target} {node.args} {node.kwargs} {node.meta.get('val')}" for node in step.module.graph.nodes]
+
+
+@pytest.mark.parametrize("projected", [0, 3])
+@pytest.mark.parametrize("bidirectional", [False, True])
+@pytest.mark.parametrize("options", [{}, {"bias": False, "batch_first": True}, {"num_layers": 2, "dropout": 0.3}])
+def test_cells_beside_onednn_are_those_without_it(projected: int, bidirectional: bool, options: dict[str, Any]) -> None:
+    """Layers that oneDNN does not take, while it is on."""
+    layers = nn.LSTM(8, 6, proj_size=projected, bidirectional=bidirectional, **options)
+    model, x = Transformed(layers), torch.randn(4, 3, 8)
+    with onednn_as(False):
+        without = capture(model, x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert as_text(capture(model, x)) == as_text(without)
 
 
 @pytest.mark.parametrize("kind", [nn.LSTMCell, nn.GRUCell, nn.RNNCell])

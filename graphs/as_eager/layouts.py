@@ -21,7 +21,7 @@ from torch import Tensor
 
 from graphs.as_eager.ctc import CTC_BACKWARDS
 from graphs.rewriting.nodes import reads_seed_on_host
-from graphs.torch_private.kernels import onednn_as, onednn_enabled, takes_cudnn_batch_norm
+from graphs.torch_private.kernels import takes_cudnn_batch_norm
 from graphs.torch_private.names import (
     FakeTensorMode,
     OpOverload,
@@ -66,15 +66,13 @@ class _Layouts:
     def __init__(self) -> None:
         self._known: dict[object, list[Strides | None]] = {}
         self._tried: dict[object, list[_Layout] | None] = {}  # by calls made small
-        self._onednn = onednn_enabled()  # tracing takes it away
 
     def call(self, mode: FakeTensorMode, func: Any, args: Any, kwargs: Any, plain: Callable[[], Any]) -> Any:
         """What the stand-in returns, with the strides of the kernel."""
-        with onednn_as(self._onednn):  # by this the stand-ins of convolutions choose their layout
-            if func in _CONVOLUTIONS:
-                with disable_fake_tensor_cache(mode):  # it may have one that was made without oneDNN, or with it
-                    return plain()
-            result = plain()
+        if func in _CONVOLUTIONS:
+            with disable_fake_tensor_cache(mode):  # it may have one that was made without oneDNN, or with it
+                return plain()
+        result = plain()
         if func in _VIEWS:
             return _as_viewed(mode, func, args[0], result)
         if not _is_asked(func):
@@ -149,7 +147,7 @@ class _Layouts:
             return None
         devices = {t.device for t in read if t.device.type == "cuda"}
         random = torch.Tag.nondeterministic_seeded in func.tags
-        with no_dispatch(), torch.no_grad(), without_autocast(), onednn_as(self._onednn), warnings.catch_warnings():
+        with no_dispatch(), torch.no_grad(), without_autocast(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             with torch.random.fork_rng(devices, enabled=random):
                 args, kwargs = tree_map_only(Tensor, _real, (args, kwargs))

@@ -152,7 +152,6 @@ def _traced_layer(*args: Any) -> Any:
 
 
 def _lstm(
-    onednn: bool,
     input: Tensor,
     hx: Sequence[Tensor],
     params: Sequence[Tensor],
@@ -168,9 +167,10 @@ def _lstm(
     options = has_biases, num_layers, dropout, train, bidirectional, batch_first
     if cudnn_recurrent.computes_in(input) is not None:
         return cudnn_recurrent.recurrent("lstm", input, hx, params, *options)
-    takes = onednn and onednn_takes([input, *hx, *params]) and h_0.shape[2] == c_0.shape[2]
-    if not takes or under_transform():  # functions of autograd are no part of those of torch.func in a trace
+    if not (onednn_enabled() and onednn_takes([input, *hx, *params])):
         return in_parts(aten.lstm.input, input, hx, params, *options)
+    if under_transform() or h_0.shape[2] != c_0.shape[2]:  # functions of autograd are no part of those of torch.func in a trace
+        return _cells(input, hx, params, *options)
     now = (input.transpose(0, 1) if batch_first else input).contiguous()
     h_0, c_0 = h_0.contiguous(), c_0.contiguous()
     directions, count = 1 + bidirectional, 2 + 2 * has_biases
@@ -193,6 +193,66 @@ def _lstm(
     return now.transpose(0, 1) if batch_first else now, h, c
 
 
+def _cells(
+    input: Tensor,
+    hx: Sequence[Tensor],
+    params: Sequence[Tensor],
+    has_biases: bool,
+    num_layers: int,
+    dropout: float,
+    train: bool,
+    bidirectional: bool,
+    batch_first: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``aten::lstm.input`` on the CPU, by cells: call for call what PyTorch runs without oneDNN.
+
+    PyTorch's own function asks whether oneDNN is on, which is one answer for all threads, and would take its layer where it is,
+    or warn of projections, for which there is none.
+    """
+    now = input.transpose(0, 1) if batch_first else input
+    states = list(zip(hx[0].unbind(0), hx[1].unbind(0), strict=True))
+    directions, count = 1 + bidirectional, len(params) // len(states)
+    last: list[tuple[Tensor, Tensor]] = []
+    for layer in range(num_layers):
+        outputs: list[Tensor] = []
+        for reverse in (False, True)[:directions]:
+            index = len(last)
+            output, state = _one_direction(now, states[index], params[index * count : (index + 1) * count], has_biases, reverse)
+            outputs.append(output)
+            last.append(state)
+        now = torch.cat(outputs, outputs[0].dim() - 1) if bidirectional else outputs[0]
+        if dropout and train and layer < num_layers - 1:
+            now = torch.dropout(now, dropout, train=True)
+    hs, cs = zip(*last, strict=True)
+    c, h = torch.stack(cs, 0), torch.stack(hs, 0)
+    return now.transpose(0, 1) if batch_first else now, h, c
+
+
+def _one_direction(
+    input: Tensor, state: tuple[Tensor, Tensor], params: Sequence[Tensor], has_biases: bool, reverse: bool
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """The output of one layer in one direction, by cells, and its last h and c."""
+    w_ih, w_hh, *others = params
+    b_ih, b_hh = others[:2] if has_biases else (None, None)
+    projection = others[2 * has_biases :]
+    steps = torch.nn.functional.linear(input, w_ih, b_ih).unbind(0)
+    if not steps:
+        raise RuntimeError("Expected sequence length to be larger than 0 in RNN")
+    h, c = state
+    outputs: list[Tensor] = []
+    for step in reversed(steps) if reverse else steps:
+        gates = torch.nn.functional.linear(h, w_hh, b_hh).add_(step)
+        in_gate, forget_gate, cell_gate, out_gate = gates.unsafe_chunk(4, 1)
+        in_gate, forget_gate = in_gate.sigmoid_(), forget_gate.sigmoid_()
+        cell_gate, out_gate = cell_gate.tanh_(), out_gate.sigmoid_()
+        c = (forget_gate * c).add_(in_gate * cell_gate)
+        h = out_gate * c.tanh()
+        if projection:
+            h = torch.matmul(h, projection[0].t())
+        outputs.append(h)
+    return torch.stack(outputs[::-1] if reverse else outputs, 0), (h, c)
+
+
 def _other(name: str, input: Tensor, *args: Any) -> Any:
     """``aten::NAME.input``, but for LSTMs."""
     if cudnn_recurrent.computes_in(input) is not None:
@@ -213,7 +273,7 @@ def _changed(layers: nn.RNNBase) -> bool:
 def recurrent_layers_traced() -> Iterator[None]:
     """Let a trace hold the recurrent layers that eager execution runs, and as many computations of weights, inside."""
     functions: dict[Any, Any] = {getattr(aten, name).input: functools.partial(_other, name) for name in cudnn_recurrent.MODES}
-    functions[aten.lstm.input] = functools.partial(_lstm, onednn_enabled())
+    functions[aten.lstm.input] = _lstm
     functions[aten.mkldnn_rnn_layer.default] = _traced_layer
     with (
         differentiated_by(functions),

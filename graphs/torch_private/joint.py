@@ -28,7 +28,7 @@ from torch.fx.graph import CodeGen
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import _CachingTorchDispatchMode
 
-from graphs.torch_private.kernels import eager_kernels, onednn_as
+from graphs.torch_private.kernels import eager_kernels
 from graphs.torch_private.patching import patched
 from graphs.torch_private.stand_ins import quiet_stand_ins
 
@@ -90,8 +90,6 @@ def trace_joint(
         stack.enter_context(_unread_kept(is_kept))
         # Parameters that the forward changes would be cloned before, so that they are no leaves; nothing is written in the graph.
         stack.enter_context(patched(graph_capture_wrappers, "maybe_to_fresh_input", _not_cloned))
-        # Recurrent layers are traced as their cells: the fused oneDNN layer does not tell how much memory it takes.
-        stack.enter_context(onednn_as(False))
         stack.enter_context(quiet_stand_ins())
         # The tracer has autograd warn which call of the forward an error in the backward belongs to, beside the error.
         stack.enter_context(warnings.catch_warnings())

@@ -37,17 +37,6 @@ def onednn_enabled() -> bool:
     return torch._C._get_mkldnn_enabled()
 
 
-@contextlib.contextmanager
-def onednn_as(enabled: bool) -> Iterator[None]:
-    """Take kernels of oneDNN, or none."""
-    before = torch._C._get_mkldnn_enabled()
-    torch._C._set_mkldnn_enabled(enabled)
-    try:
-        yield
-    finally:
-        torch._C._set_mkldnn_enabled(before)
-
-
 def _has_torch_function(tensors: tuple[object, ...]) -> bool:
     """``torch.overrides.has_torch_function``, for which the modes of a trace and of a block under a budget do not count."""
     disabled: Any = torch._C._disabled_torch_function_impl

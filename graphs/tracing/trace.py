@@ -174,7 +174,7 @@ class _Attempts:
         self._given = set()
         with (
             _plain_context(self.where),
-            _untouched(watch, self.where),
+            _untouched(watch),
             self._as_eager(),
             around_backwards(self._backward),
             noting_traced() as made,
@@ -344,9 +344,9 @@ def _padding_not_warned_of() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _untouched(watch: Watch, where: torch.device) -> Iterator[None]:
-    """Undo what a traced forward leaves behind: attributes of modules, and draws from the random generators."""
-    with generators_kept(), torch.random.fork_rng([where] if where.type == "cuda" else []):
+def _untouched(watch: Watch) -> Iterator[None]:
+    """Undo what a traced forward leaves behind: attributes of modules, and draws from the generators that are not torch's."""
+    with generators_kept():
         try:
             yield
         finally:

@@ -34,7 +34,7 @@ def unseen_refused(name: str, where: str, given: Given | None = None) -> Iterato
         return refuse
 
     def instead(refuse: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args, **kwargs: (plain if _is_another(here) else refuse)(*args, **kwargs)
+        return lambda *args, **kwargs: (plain if is_another(here) else refuse)(*args, **kwargs)
 
     def assign(one: Tensor, value: Any) -> None:
         if value is one:  # ``Module.to``, of that type already
@@ -124,7 +124,7 @@ def _looks_for_torch(frame: FrameType) -> bool:
     return asker.startswith(("torch._", "torch.fx.")) or (asker == "torch.nn.modules.module" and frame.f_code.co_name == "_apply")
 
 
-def _is_another(thread: int) -> bool:
+def is_another(thread: int) -> bool:
     """Whether this thread is one that the program has started, and not that one; nor one of autograd's, which run backwards on
     other devices than the CPU, and which Python's ``threading`` does not know."""
     now = threading.get_ident()
