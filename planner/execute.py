@@ -177,7 +177,7 @@ class PlannedModule(nn.Module):
         self._room_for_all = 0 < sum(sizes) <= room_bytes and not one_by_one
         self._watched = _watched(step, self._halves)
         index = {source.name: i for i, source in enumerate(step.sources) if source.kind in ("parameter", "buffer")}
-        self._trained = tuple(index[result.name] for result in step.results if result.kind == "gradient")
+        self._trained = tuple(index[step.results[i].name] for i in cut.gradients)
         self._generators = generators_of(step)
         self._unbatched = _unbatched(step, self._halves)
         self._tangents = tuple(i for i, source in enumerate(step.sources) if source.kind == "tangent")

@@ -465,9 +465,9 @@ def with_ddp(data: list[tuple[Tensor, Tensor, Tensor]]) -> None:
         module = planned(model, data[0]).module()
         results = [steps(nn.parallel.DistributedDataParallel(part), part, data, accumulate) for part in (twin, module)]
         same(results[1], results[0])
-        reduced = [torch.zeros_like(results[1][1][0]) for _ in range(2)]
+        reduced = [torch.zeros_like(results[1][1][0]) for _ in range(torch.distributed.get_world_size())]
         torch.distributed.all_gather(reduced, results[1][1][0])
-        same(*reduced)  # the gradients are those of both processes
+        assert all(torch.equal(each, reduced[0]) for each in reduced)  # the gradients are those of all processes
 
 
 def with_fsdp2(data: list[tuple[Tensor, Tensor, Tensor]]) -> None:
@@ -512,14 +512,15 @@ def with_fsdp2(data: list[tuple[Tensor, Tensor, Tensor]]) -> None:
             module(*data[0])
 
 
-def in_process(rank: int, port: int) -> None:
+Trains = Callable[[list[tuple[Tensor, Tensor, Tensor]]], None]
+
+
+def in_process(rank: int, port: int, count: int, train: Trains) -> None:
     torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    torch.distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=count)
     try:
         torch.manual_seed(20 + rank)
-        data = batches(4)
-        with_ddp(data)
-        with_fsdp2(data)
+        train(batches(4))
     finally:
         torch.distributed.destroy_process_group()
 
@@ -527,11 +528,45 @@ def in_process(rank: int, port: int) -> None:
 @pytest.mark.skipif(
     not torch.distributed.is_available() or not torch.distributed.is_gloo_available(), reason="torch is built without gloo"
 )
-def test_two_processes_train_as_with_plain_ddp_and_fsdp2() -> None:
+@pytest.mark.parametrize(("count", "train"), [(3, with_ddp), (2, with_fsdp2)])  # two numbers have one sum, in whatever order
+def test_processes_train_as_with_plain_ddp_and_fsdp2(count: int, train: Trains) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    torch.multiprocessing.spawn(in_process, args=(port,), nprocs=2)
+    torch.multiprocessing.spawn(in_process, args=(port, count, train), nprocs=count)
+
+
+class Images(nn.Module):
+    """Reads parameters more than once, in another order than that in which they are registered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last, self.scale = nn.Linear(8, 8), nn.Parameter(torch.ones(3, 1, 1))
+        self.first, self.norm, self.second = nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3), nn.Conv2d(3, 3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.second(self.norm(self.first(x))).relu() * self.scale + self.first(x) + self.scale
+        return cast(Tensor, self.last(out)).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("model", "x"),
+    [
+        (Images(), torch.randn(2, 3, 8, 8)),
+        (nn.Sequential(*(nn.Linear(8, 8) for _ in range(20)), nn.Flatten(0), nn.Linear(32, 1)), torch.randn(4, 8)),
+    ],
+)
+def test_gradients_come_in_the_order_of_plain_pytorch(model: nn.Module, x: Tensor) -> None:
+    """By that DistributedDataParallel lays its buckets out."""
+    module = plan(model, 1.0, inputs=(x,), loss=lambda out: out.sum()).module()
+    came: list[str] = []
+    for name, parameter in model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: came.append(name))  # type: ignore[misc]
+    model(x).sum().backward()
+    plain = came.copy()
+    came.clear()
+    module(x).backward()
+    assert came == plain
 
 
 # The examples in docs/examples.

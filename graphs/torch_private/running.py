@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from types import FunctionType
@@ -57,6 +58,37 @@ def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
     if torch._C._are_functorch_transforms_active():
         return function.apply(*args)  # type: ignore[no-untyped-call]
     return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
+
+
+@functools.cache
+def order_of_leaves(count: int) -> tuple[int, ...]:
+    """In which order autograd hands gradients on that one function returns for so many leaves: its queue is a heap, which gives
+    what is equal back in an order of its own. Places among what the function returns, the first one handed on first."""
+    order: list[int] = []
+    with torch.inference_mode(False), torch.enable_grad():
+        leaves = [torch.zeros((), device="cpu", requires_grad=True) for _ in range(count)]
+        for i, leaf in enumerate(leaves):
+            leaf.register_post_accumulate_grad_hook(functools.partial(_note, order, i))  # type: ignore[no-untyped-call]
+        if leaves:
+            cast(Tensor, _Fan.apply(*leaves)).backward()  # type: ignore[no-untyped-call]
+    return tuple(order)
+
+
+def _note(order: list[int], i: int, leaf: Tensor) -> None:
+    order.append(i)
+
+
+class _Fan(torch.autograd.Function):
+    """A function of many leaves."""
+
+    @staticmethod
+    def forward(ctx: Any, *leaves: Tensor) -> Tensor:
+        ctx.count = len(leaves)
+        return torch.zeros((), device="cpu")
+
+    @staticmethod
+    def backward(ctx: Any, tangent: Tensor) -> tuple[Tensor, ...]:
+        return tuple(torch.zeros((), device="cpu") for _ in range(ctx.count))
 
 
 def in_backward() -> bool:

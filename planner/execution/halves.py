@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, replace
 
 from torch import fx
@@ -12,6 +12,7 @@ from graphs.capture import Step
 from graphs.errors import BudgetExceeded, InvalidSchedule
 from graphs.ir import Graph
 from graphs.rewriting.nodes import outputs_of
+from graphs.torch_private.running import order_of_leaves
 from planner.execution.lowering import Code, placeholders, result_value
 from planner.execution.statistics import updates_with_room
 from planner.schedule import Compute, Schedule, computes
@@ -41,7 +42,8 @@ class Halves:
 
     cut             index in the schedule of the first step of the second half
     forward         takes the placeholders ``forward_reads``; returns the loss, the new content of ``buffers``, ``handed``
-    backward        takes ``handed`` and the placeholders ``backward_reads``; returns the gradients in the order of results
+    backward        takes ``handed`` and the placeholders ``backward_reads``; returns the gradients
+    gradients       indices of their results, in the order that has autograd hand them on as it does without a plan
     handed          names of the values and generator states that go from one to the other
     loss_at         where the second half takes the loss; None where it does not read it
     tangent_at      where it takes the gradient of the loss; likewise
@@ -52,6 +54,7 @@ class Halves:
     forward_reads: tuple[int, ...]
     backward: fx.GraphModule
     backward_reads: tuple[int, ...]
+    gradients: tuple[int, ...]
     handed: tuple[str, ...]
     buffers: tuple[Buffer, ...]
     loss_at: int | None
@@ -63,7 +66,7 @@ def cut_in_halves(step: Step, schedule: Schedule) -> Halves:
     sources = placeholders(step)
     loss, *others = sorted(range(len(step.results)), key=lambda i: step.results[i].kind != "loss")
     buffers = [i for i in others if step.results[i].kind == "buffer"]
-    gradients = [i for i in others if step.results[i].kind == "gradient"]
+    gradients = _as_plain(step, [i for i in others if step.results[i].kind == "gradient"])
     cut = _cut(step, schedule, (loss, *buffers))
     before, after = schedule[:cut], schedule[cut:]
 
@@ -111,11 +114,24 @@ def cut_in_halves(step: Step, schedule: Schedule) -> Halves:
         forward_reads,
         backward,
         backward_reads,
+        tuple(gradients),
         tuple(node.name for node in handed),
         tuple(buffer(i) for i in buffers),
         at.get(result_value(step, loss)),
         source_at.get(index.get(("tangent", ""), -1)),
     )
+
+
+def _as_plain(step: Step, gradients: Sequence[int]) -> list[int]:
+    """Gradients in the order in which the backward has to return them, so that autograd hands them on as without a plan: as they
+    were made when the step was traced. DistributedDataParallel lays its buckets out by that, and where three or more processes
+    add up, an element's place decides the order of the sum."""
+    outputs = outputs_of(step.module.graph)
+    at = {node: i for i, node in enumerate(step.module.graph.nodes)}
+    placed = list(gradients)
+    for i, place in zip(sorted(gradients, key=lambda i: at[outputs[i]]), order_of_leaves(len(gradients)), strict=True):
+        placed[place] = i
+    return placed
 
 
 def _own_content(step: Step) -> set[int]:
