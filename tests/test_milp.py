@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import random
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from planner.solvers.milp import Milp, Outcome
+from planner.solvers.milp import Left, Milp, Outcome, Relaxation, _matrix
 
 
 def knapsack(count: int = 30) -> Milp:
@@ -63,16 +64,42 @@ def test_a_relaxation_bounds_from_below() -> None:
     assert strict
 
 
+def test_a_relaxation_with_variables_fixed_is_the_same_from_any_basis() -> None:
+    """Against the relaxation of the Milp with the same bounds, from the beginning; rows come in between."""
+    rng, infeasible = random.Random(1), 0
+    for _ in range(30):
+        milp = Milp()
+        xs = [milp.binary(cost=float(rng.randint(1, 9))) for _ in range(8)]
+        for _ in range(12):
+            milp.at_least(1.0, rng.sample(xs, 2))
+        milp.at_most(11.5, [(x, float(rng.randint(1, 3))) for x in xs])
+        relaxation = Relaxation(milp, Left())
+        for at in range(8):
+            fixed = {x: float(rng.randint(0, 1)) for x in rng.sample(xs, rng.randint(0, 3))}
+            if at == 4:
+                milp.at_least(1.0, [0, 1])
+            found = relaxation.solve(fixed, time_limit_s=10)
+            lower = [fixed.get(x, low) for x, low in enumerate(milp.lower)]
+            upper = [fixed.get(x, high) for x, high in enumerate(milp.upper)]
+            anew = replace(milp, lower=lower, upper=upper).relax(time_limit_s=10)
+            assert found.outcome is anew.outcome
+            if found.outcome is Outcome.INFEASIBLE:
+                infeasible += 1
+                continue
+            assert found.cost == pytest.approx(anew.cost, abs=1e-6) and found.bound == pytest.approx(found.cost, abs=1e-6)
+    assert infeasible > 10
+
+
 def test_a_bound_from_duals_holds_for_any_duals() -> None:
     milp = Milp()
     x, y = milp.binary(cost=3.0), milp.binary(cost=2.0, lower=0.5)
     milp.at_least(1.0, [x, y])
     milp.at_most(1.5, [(x, 1.0), (y, 1.0)])
-    optimum = 2.0
+    optimum, matrix = 2.0, _matrix(milp.entries)
     rng = np.random.default_rng(0)
-    best = max(milp._dual_bound(rng.uniform(-4, 4, 2)) for _ in range(2_000))
+    best = max(milp._dual_bound(rng.uniform(-4, 4, 2), matrix) for _ in range(2_000))
     assert optimum - 0.1 < best <= optimum
-    assert milp._dual_bound(np.zeros(2)) == 1.0  # what the bounds of the variables cost
+    assert milp._dual_bound(np.zeros(2), matrix) == 1.0  # what the bounds of the variables cost
 
 
 def test_a_relaxation_that_is_out_of_time_claims_nothing() -> None:

@@ -60,7 +60,7 @@ def test_rows_hold_for_whole_numbers_and_for_other_events(reruns: int, monkeypat
         for events, more in ((5, reruns), (5, reruns + 1), (6, reruns)):
             plain, given = tight_model(seed, events, more), tight_model(seed, events, more)
             before = len(given.milp.row_lower)
-            spans._Spans(given).add(rows)
+            spans.Spans(given).add(rows)
             carried += (events, more) != (5, reruns) and len(given.milp.row_lower) > before
             one, other = (model.milp.minimise(time_limit_s=20.0) for model in (plain, given))
             assert one.outcome is other.outcome
@@ -82,7 +82,7 @@ def test_all_paths_hold_whatever_ops_cost() -> None:
             if cost > 0:
                 paid = x in plain.happens and draw.random() < 0.7
                 plain.milp.cost[x] = given.milp.cost[x] = -draw.random() if paid else draw.random()
-        rows = spans._Spans(given)
+        rows = spans.Spans(given)
         for _ in range(10):
             rows.add(rows.broken([draw.choice((0.0, 0.2, 1.0)) * draw.random() for _ in given.milp.cost]))
         one, other = (model.milp.minimise(time_limit_s=20.0) for model in (plain, given))

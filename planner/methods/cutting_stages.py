@@ -300,7 +300,7 @@ def _rounds(search: StageSearch) -> bool:
             reached = _look_further(search, round_)
             if "infeasible" in search.notes or search.leaves:
                 return False
-            if reached is not None and search.is_far:
+            if reached is not None and not search.is_near:
                 sequence, rows, round_.events = list(reached.sequence) or sequence, reached.rows, reached.events
                 if search.done():
                     return False
@@ -378,7 +378,10 @@ class _Round:
             most = NEW_RELAXED if len(model.milp.cost) <= RELAXED_VARIABLES else NEW_PER_ROUND
         # Relaxations overflow everywhere, and without a backward pass models with re-runs as events are the hardest to solve.
         last = relaxed or not search.trained
-        more, self.seconds = missing(model, search.graph, found, search.budget_bytes, most, large=self.large, reruns_last=last)
+        by_need = search.trained and search.is_far
+        more, self.seconds = missing(
+            model, search.graph, found, search.budget_bytes, most, large=self.large, reruns_last=last, by_need=by_need
+        )
         events = {*self.events, *more}
         # Re-runs stay, and so do the first executions around them.
         stay = {t for event in events if event.is_rerun for t in (event.done, event.done + 1)}
@@ -524,15 +527,15 @@ def _solve_in_passes(search: StageSearch) -> None:
 
 
 def _go_on_beside(search: StageSearch, climb: Climb, work: int) -> None:
-    """Walks and annealing along what relaxations come to, while the bound is far away.
+    """Walks and annealing along what relaxations come to, until the bound is near.
 
     work  which has been done beside them so far
     """
     if search.best is None:
         climb.by(work)  # what is proved by then counts all the same
-    while search.is_far and not search.leaves and not search.done():
+    while not (search.is_near or search.leaves or search.done()):
         reached = climb.by(work)
-        if not search.is_far or search.done():
+        if search.is_near or search.done():
             return
         is_over = climb.is_over(work)
         if _solve_coarser(search, HALF):

@@ -11,8 +11,8 @@ import atexit
 import enum
 import math
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -24,8 +24,10 @@ from planner.process.clock import now_s
 from planner.process.waiting import Done, begin
 
 T = TypeVar("T")
+Matrix = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.float64]]  # rows, columns, coefficients
 
 GRACE_SHARE, GRACE_S = 0.05, 0.5  # a solve that much later than its time limit is left behind
+GIVES_WAY = 1e-6  # of all that rows lack at most: what is less may be the solver's tolerance
 
 
 class Outcome(enum.Enum):
@@ -162,13 +164,10 @@ class Milp:
         return Answer(Outcome.STOPPED, None, math.inf, -math.inf) if answer is None else answer
 
     def _relax(self, deadline: float, more: Callable[[list[float]], bool] | None, left: Left) -> Answer:
-        from ortools.math_opt import callback_pb2, model_parameters_pb2, parameters_pb2, result_pb2
-        from ortools.math_opt.core.python import solver
+        from ortools.math_opt import callback_pb2, model_parameters_pb2, result_pb2
 
         with turns.first():
-            proto = self.proto()
-            proto.variables.integers[:] = [False] * len(self.cost)
-        glop = solver.new(parameters_pb2.SOLVER_TYPE_GLOP, proto, parameters_pb2.SolverInitializerProto())
+            glop = _glop(self)
         answer = Answer(Outcome.STOPPED, None, math.inf, -math.inf)
         interrupter = _interrupter()
         left.then(interrupter.interrupt)
@@ -192,22 +191,21 @@ class Milp:
                 added = self._added(rows, entries)
             glop.update(added)
 
-    def _relaxed(self, solution: Any) -> Answer:
+    def _relaxed(self, solution: Any, matrix: Matrix | None = None) -> Answer:
         values = list(solution.primal_solution.variable_values.values)
         duals = np.zeros(len(self.row_lower))
         duals[list(solution.dual_solution.dual_values.ids)] = list(solution.dual_solution.dual_values.values)
         cost = self.cost_of(values)
-        return Answer(Outcome.SOLVED, values, cost, min(self._dual_bound(duals), cost), duals.tolist())
+        bound = self._dual_bound(duals, _matrix(self.entries) if matrix is None else matrix)
+        return Answer(Outcome.SOLVED, values, cost, min(bound, cost), duals.tolist())
 
-    def _dual_bound(self, duals: npt.NDArray[np.float64]) -> float:
+    def _dual_bound(self, duals: npt.NDArray[np.float64], matrix: Matrix) -> float:
         """Least value of the Lagrangian over the bounds of the variables: a lower bound for any duals."""
         sides = np.where(duals > 0, self.row_lower, self.row_upper)
         is_finite = np.isfinite(sides)
         duals, sides = np.where(is_finite, duals, 0.0), np.where(is_finite, sides, 0.0)
-        reduced = np.array(self.cost, np.float64)
-        if self.entries:
-            rows, columns, coefficients = (np.array(part) for part in zip(*self.entries, strict=True))
-            np.subtract.at(reduced, columns, duals[rows] * coefficients)
+        rows, columns, coefficients = matrix
+        reduced = np.array(self.cost) - np.bincount(columns, duals[rows] * coefficients, len(self.cost))
         at = np.where(reduced > 0, self.lower, self.upper)
         return float((duals * sides).sum() + (reduced * at).sum())
 
@@ -268,6 +266,112 @@ class Milp:
         if reason != result_pb2.TERMINATION_REASON_OPTIMAL:
             return Answer(Outcome.STOPPED, values, cost, bound)
         return Answer(Outcome.CUT_OFF if bound >= cutoff else Outcome.SOLVED, values, cost, bound)
+
+
+def _matrix(entries: Sequence[tuple[int, int, float]]) -> Matrix:
+    rows, columns, coefficients = zip(*entries, strict=True) if entries else ((), (), ())
+    return np.array(rows, np.int64), np.array(columns, np.int64), np.array(coefficients, np.float64)
+
+
+class Relaxation:
+    """The relaxation of a Milp with some of its variables fixed, now these and now others: GLOP goes on from its last basis.
+
+    Rows that are added to the Milp meanwhile count from the next solve on; variables are not to be added. To be used on a
+    solver's thread, as ``Milp.relax`` with ``left``.
+    """
+
+    def __init__(self, milp: Milp, left: Left) -> None:
+        # What it becomes by fixing variables; of the rows there is only one list.
+        self._milp = replace(milp, lower=list(milp.lower), upper=list(milp.upper), integer=[False] * len(milp.cost))
+        self._own = milp.lower, milp.upper
+        self._handed_over = len(milp.row_lower), len(milp.entries)
+        self._matrix = _matrix(milp.entries)
+        self._glop = _glop(self._milp)
+        self._fixed: dict[int, float] = {}
+        self._interrupter = _interrupter()
+        left.then(self._interrupter.interrupt)
+
+    def solve(self, fixed: Mapping[int, float], *, time_limit_s: float) -> Answer:
+        """The optimum with some variables at these values, and a bound that holds by its duals; INFEASIBLE is proved as well."""
+        from ortools.math_opt import result_pb2
+
+        until = now_s() + time_limit_s
+        with turns.first():
+            self._hand_over(fixed)
+        result = self._run(self._glop, time_limit_s)
+        with turns.first():
+            if result.termination.reason == result_pb2.TERMINATION_REASON_OPTIMAL:
+                return self._milp._relaxed(result.solutions[0], self._matrix)
+            gives = self._giving_way() if _infeasible(result) else None
+        if gives is not None:
+            # GLOP gives no reason; the duals of the least share by which all rows have to give way are one.
+            result = self._run(_glop(gives), until - now_s())
+            if result.termination.reason == result_pb2.TERMINATION_REASON_OPTIMAL:
+                with turns.first():
+                    if gives._relaxed(result.solutions[0]).bound > GIVES_WAY:
+                        return Answer(Outcome.INFEASIBLE, None, math.inf, math.inf)
+        return Answer(Outcome.STOPPED, None, math.inf, -math.inf)
+
+    def _hand_over(self, fixed: Mapping[int, float]) -> None:
+        """Rows that are new, and what is fixed now and was not, or no more."""
+        from ortools.math_opt import model_update_pb2
+
+        milp, now = self._milp, (len(self._milp.row_lower), len(self._milp.entries))
+        if now != self._handed_over:
+            self._glop.update(milp._added(*self._handed_over))
+            added = _matrix(milp.entries[self._handed_over[1] :])
+            rows, columns, coefficients = (np.concatenate(parts) for parts in zip(self._matrix, added, strict=True))
+            self._matrix = rows, columns, coefficients
+            self._handed_over = now
+        changed = sorted(x for x in fixed.keys() | self._fixed.keys() if fixed.get(x) != self._fixed.get(x))
+        self._fixed = dict(fixed)
+        if changed:
+            update = model_update_pb2.ModelUpdateProto()
+            changes = update.variable_updates
+            for sides, mine, own in zip(
+                (changes.lower_bounds, changes.upper_bounds), (milp.lower, milp.upper), self._own, strict=True
+            ):
+                for x in changed:
+                    mine[x] = fixed.get(x, own[x])
+                sides.ids.extend(changed)
+                sides.values.extend([mine[x] for x in changed])
+            self._glop.update(update)
+
+    def _giving_way(self) -> Milp:
+        """All rows as they are with one more variable at 0, and satisfied with it at 1; that variable is to be least."""
+        milp = self._milp
+        gives = Milp([*([0.0] * len(milp.cost)), 1.0], [*milp.lower, 0.0], [*milp.upper, 1.0], [False] * (len(milp.cost) + 1))
+        gives.row_lower, gives.row_upper, gives.entries = milp.row_lower, milp.row_upper, list(milp.entries)
+        least, most = [0.0] * len(milp.row_lower), [0.0] * len(milp.row_lower)
+        for row, x, a in milp.entries:
+            low, high = sorted((a * milp.lower[x], a * milp.upper[x]))
+            least[row] += low
+            most[row] += high
+        for row, (low, high) in enumerate(zip(milp.row_lower, milp.row_upper, strict=True)):
+            if least[row] < low:
+                gives.entries.append((row, len(milp.cost), low - least[row]))
+            elif most[row] > high:
+                gives.entries.append((row, len(milp.cost), high - most[row]))
+        return gives
+
+    def _run(self, glop: Any, time_limit_s: float) -> Any:
+        from ortools.math_opt import callback_pb2, model_parameters_pb2
+
+        parameters = limited(time_limit_s)
+        parameters.glop.use_dual_simplex = True
+        parameters.glop.use_preprocessing = False
+        start, registration = model_parameters_pb2.ModelSolveParametersProto(), callback_pb2.CallbackRegistrationProto()
+        return glop.solve(parameters, start, None, registration, None, self._interrupter)
+
+
+def _glop(milp: Milp) -> Any:
+    """GLOP with the relaxation of a Milp in it."""
+    from ortools.math_opt import parameters_pb2
+    from ortools.math_opt.core.python import solver
+
+    proto = milp.proto()
+    proto.variables.integers[:] = [False] * len(milp.cost)
+    return solver.new(parameters_pb2.SOLVER_TYPE_GLOP, proto, parameters_pb2.SolverInitializerProto())
 
 
 def _infeasible(result: Any) -> bool:

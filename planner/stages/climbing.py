@@ -1,6 +1,7 @@
 """Relaxations one after the other, on a solver's thread, while the bound is far below the best schedule.
 
-Then many events are missing, and whatever looks for schedules meanwhile takes as long. So both go on beside each other, each with
+Then many events are missing, and whatever looks for schedules meanwhile takes as long. When more events raise the bound no more,
+or there is no time for them, the last relaxation is branched on. So both go on beside each other, each with
 a count of the work that it has done, in ops of list walks, which follows from sizes and not from the clock. What the search for
 schedules is told at some count is what relaxations have come to by the same one; where they are later than that, it waits. Only
 near the time limit does the clock say how many events are worth while.
@@ -19,7 +20,8 @@ from graphs.ir import Graph
 from planner.process import turns
 from planner.process.clock import now_s
 from planner.solvers.milp import Left, run_apart
-from planner.stages.events import halfway
+from planner.stages.branching import Branching, Told
+from planner.stages.events import halfway, missing
 from planner.stages.model import MOST_TINY, Event, stage_model, walk
 from planner.stages.search import SMALL_OPS, StageSearch
 from planner.stages.solving import WORK_VARIABLES, idle_events
@@ -32,9 +34,13 @@ LEAST_WORK, WORK = 2_000, 10_000
 # Those that raise the bound by less than this share of what is left are the last ones once they have taken this share of all, and
 # so much.
 CLIMB, IDLE_SHARE, IDLE_WORK = 0.005, 0.5, 200_000
+BRANCH_RISE = 0.001  # for so many of a branch and bound as take as long as one
 LEAST_RISE = 0.01  # and rows on spans that raise it by less than this share, within one
 HURRY = 0.8  # a relaxation that should take more than this share of the time left has fewer new events
 UNKNOWN = 0.25  # share of the keep-all time that the bound may be away where there is no schedule
+# Relaxations of a branch and bound that take as long as one from the beginning; how many times in a row they may raise the bound
+# by hardly anything, on one model and on several; first executions added after each.
+BRANCH, IDLE_BRANCHES, NEW_BRANCHED = 10, 3, 2
 WAIT_S = 0.02
 
 
@@ -74,6 +80,10 @@ class Climb:
     _awaited: tuple[float, threading.Event] = field(default_factory=lambda: (0.0, threading.Event()), init=False)
     _distance_ns: float = field(default=0.0, init=False)  # to the best schedule when it began
     _s_per_work: float = field(default=0.0, init=False)  # of the last one; the first one is begun in any case
+    _last: tuple[list[Event], list[SpanRow]] | None = field(default=None, init=False)  # of the last one, if it was solved
+    _has_branched: bool = field(default=False, init=False)
+    _idle: int = field(default=0, init=False)  # how many times in a row that has hardly raised the bound
+    _told: Told = field(default_factory=dict, init=False)  # which variables were worth a branch
     _rose_at: float = field(default=0.0, init=False)  # work by the end of the last one that raised the bound by much
 
     def __post_init__(self) -> None:
@@ -140,7 +150,7 @@ class Climb:
     def _relaxations(self, left: Left) -> None:
         """All of them, on the solver's thread."""
         try:
-            while not left.is_set() and self._relax(left):
+            while not left.is_set() and (self._relax(left) or self._branch(left)):
                 pass
         finally:
             if self._ends_at > self.reached[-1].work:  # nothing came of the last one, which took its time
@@ -161,6 +171,7 @@ class Climb:
         least_rise = LEAST_RISE * self._distance_ns / model.unit_ns
         answer, rows = relax(model, last.rows, time_limit_s=search.left_s, least_rise=least_rise, left=left)
         self._s_per_work = (now_s() - began) / work
+        self._last = None if answer.values is None else (last.events, rows)
         if answer.values is None:
             return False
         with turns.first():
@@ -169,15 +180,48 @@ class Climb:
             if climbed > CLIMB:
                 self._rose_at = self._ends_at
             found = walk(model, answer.values)
-            missing = halfway(model, search.graph, found, search.budget_bytes, NEW)
-            more = list(missing)
+            wanted = halfway(model, search.graph, found, search.budget_bytes, NEW) if not self._has_branched else []
+            more = list(wanted)
             gone = idle_events(model, answer) if climbed > STEEP else []
             while more and not self._has_time(work, len({*last.events, *more}.difference(gone)) / len(last.events)):
                 more.pop()
             events = sorted({*last.events, *more}.difference(gone)) or last.events
-            is_last = bool(missing) and not more
+            is_last = bool(wanted) and not more
             self.reached.append(Reached(self._ends_at, bound_ns, found.runs, events, rows, is_last))
         return bool(more) and self._ends_at - self._rose_at <= IDLE_SHARE * self._ends_at + IDLE_WORK
+
+    def _branch(self, left: Left) -> bool:
+        """Branch on the last one, for as long as that raises the bound; whether another one is to follow, with events that the
+        lowest node asks for."""
+        search = self.search
+        if left.is_set() or self._last is None or now_s() >= search.deadline:
+            return False
+        events, rows = self._last
+        with turns.first():
+            model = stage_model(self.closed_graph, search.budget_bytes, events, tiny_share=MOST_TINY)
+        branching = Branching(model, rows, left, self._told)
+        cutoff = (self.reached[0].bound_ns - search.base + self._distance_ns) / model.unit_ns
+        work = LEAST_WORK + WORK * (len(model.milp.cost) / WORK_VARIABLES) ** 2
+        before_ns, idle = self.reached[-1].bound_ns, 0
+        while idle < IDLE_BRANCHES and not (left.is_set() or branching.is_stuck or now_s() >= search.deadline):
+            last = self.reached[-1]
+            self._goes_on_until(last.work + work)
+            branching.go_on(BRANCH, cutoff=cutoff, deadline=search.deadline)
+            with turns.first():
+                bound_ns = max(last.bound_ns, model.bound_ns(branching.answer) or 0)
+            idle = 0 if bound_ns - last.bound_ns > BRANCH_RISE * self._distance_ns else idle + 1
+            self.reached.append(last._replace(work=self._ends_at, bound_ns=bound_ns))
+        last, answer, self._has_branched = self.reached[-1], branching.answer, True
+        self._idle = 0 if last.bound_ns - before_ns > CLIMB * self._distance_ns else self._idle + 1
+        if answer.values is None or self._idle == IDLE_BRANCHES or last.is_last or left.is_set():
+            return False
+        self._goes_on_until(last.work + LEAST_WORK)
+        with turns.first():
+            found = walk(model, answer.values)
+            more, _ = missing(model, search.graph, found, search.budget_bytes, NEW_BRANCHED, by_need=True)
+        events = sorted({*events, *more})
+        self.reached.append(last._replace(work=self._ends_at, sequence=found.runs, events=events, rows=rows))
+        return bool(more)
 
     def _has_time(self, work: float, times: float) -> bool:
         """Whether there is time for a relaxation of so many times the events; only where there is not, the clock has a say."""

@@ -25,6 +25,7 @@ def missing(
     *,
     large: float = LARGE,
     reruns_last: bool = False,
+    by_need: bool = False,
 ) -> tuple[list[Event], list[Event]]:
     """New events for the worst overflows of a walk along a solution, each in a stage of its own.
 
@@ -37,9 +38,16 @@ def missing(
     most   first executions at most, fewer by one for each re-run; re-runs are not limited
     large  times the budget, what is held in an overflow that is large
     reruns_last  none as long as a first execution is asked for
+    by_need  whether re-runs count more for what they read and make themselves, which another way cannot do without
     """
     held_bytes, coming = _held(graph, found)
-    over = sorted((r for r, held in enumerate(held_bytes) if held > budget_bytes), key=lambda r: -held_bytes[r])
+
+    def weight(r: int) -> int:
+        op = graph.ops[found.runs[r]]
+        needs = op.workspace_bytes + sum(graph.values[x].size_bytes for x in {*op.inputs, *op.outputs} - graph.resident)
+        return held_bytes[r] + (needs if by_need and found.runs[r] != coming[r] else 0)
+
+    over = sorted((r for r, held in enumerate(held_bytes) if held > budget_bytes), key=lambda r: -weight(r))
     events, first_runs, seconds, reruns = model.events, list[Event](), list[Event](), list[Event]()
     stages: set[int] = set()
     for r in over:

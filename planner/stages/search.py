@@ -28,7 +28,7 @@ APART = 1_000_000_000  # between their seed and that of others
 LOST, EXTRA, COARSEN_SHARE = 5e-4, 0.02, 0.1
 # A* looks through graphs of so many ops; what share of what is proved it has to prove to be asked again.
 SMALL_OPS, FAIR = 150, 0.5
-FAR_AWAY = 0.05  # share of the keep-all time that is a long way from the bound to the best schedule
+FAR_AWAY, NEAR = 0.05, 0.025  # shares of the keep-all time that are a long and a short way from the bound to the best schedule
 DEAR = 3.0  # keep-all times: what takes more is what walks end with where next to nothing fits
 
 
@@ -125,6 +125,11 @@ class StageSearch(Incumbent):
     def is_far(self) -> bool:
         """Whether the bound is far from the best schedule."""
         return self.distance_ns > FAR_AWAY * self.base
+
+    @property
+    def is_near(self) -> bool:
+        """Whether it is so near that small models are the ones to close the gap."""
+        return self.distance_ns <= NEAR * self.base
 
     @property
     def distance_ns(self) -> float:

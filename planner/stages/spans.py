@@ -118,7 +118,7 @@ def relax(
             add_spans(model)
         return solve(), list(rows)
     with turns.first():
-        spans = _Spans(model)
+        spans = Spans(model)
         spans.add(rows)
     costs: list[float] = []
 
@@ -132,7 +132,7 @@ def relax(
     return answer, [row for row, at in spans.rows.items() if at < len(duals) and duals[at] > 0]
 
 
-class _Spans:
+class Spans:
     """The rows on spans of one model.
 
     rows  those that are in it, with their numbers
