@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from functools import cache
 from random import Random
 
+import pytest
+
 from graphs import Graph
 from graphs.capture import capture
 from graphs.synthetic import random_training
@@ -15,10 +17,12 @@ from planner import keep_all, simulate
 from planner.on_demand import sat_minimise
 from planner.plan import with_costs
 from planner.process.clock import now_s
-from planner.solvers.milp import Left, Outcome
+from planner.solvers.milp import Answer, Left, Outcome
+from planner.stages import solving
 from planner.stages.branching import Branching, Told
 from planner.stages.events import tightest
 from planner.stages.model import Event, StageModel, stage_model, with_end
+from planner.stages.search import StageSearch
 
 
 def branching_of(model: StageModel, told: Told | None = None) -> Branching:
@@ -115,3 +119,26 @@ def test_it_stops_at_the_cutoff_and_where_nobody_waits() -> None:
     stopped = Branching(model, [], left, {})
     stopped.go_on(50, cutoff=math.inf, deadline=now_s() + 60.0)
     assert stopped.solves <= 1 and stopped.answer.bound == -math.inf
+
+
+def test_a_round_takes_the_lowest_node_where_that_raises_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = small_resnet()
+    budget_bytes = int(0.4 * simulate(graph, keep_all(graph)).peak_bytes)
+    at = next(i for i, op in enumerate(graph.ops) if op.name == "threshold_backward_9")
+    add = next(i for i, op in enumerate(graph.ops) if op.name == "add_5")
+
+    def round_of(share: float) -> tuple[StageSearch, Answer | None]:
+        search = StageSearch(graph, budget_bytes, gap=0.001, time_limit_s=60.0, seed=0)
+        search.time_ns = int(1.633 * search.base)  # of the best schedule known
+        search.raise_bound(int(1.137 * search.base), restricted=False)  # what the relaxation of these events proves
+        monkeypatch.setattr(solving, "BRANCH_RISE", share)
+        events = [Event(at - 1), Event(at - 0.5, add, float(at)), Event(at)]
+        model = stage_model(with_end(graph), budget_bytes, events, tiny_share=1e-3)
+        answer, rows = solving.solve_branching(search, model, [], range(len(graph.ops)), aim=0.001)
+        assert (len(rows) > 0) == (answer is not None) == search.branches
+        return search, answer
+
+    search, answer = round_of(0.02)
+    assert answer is not None and answer.values is not None and search.bound_ns > 1.45 * search.base
+    given_up, nothing = round_of(1.1)  # more than there is to the best schedule
+    assert nothing is None and given_up.bound_ns > 1.137 * search.base  # what was proved counts all the same

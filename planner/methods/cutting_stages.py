@@ -5,7 +5,7 @@ every schedule that keeps the graph's order of first executions, and its solutio
 the bound. Where the walk overflows the budget, the overflow says which event was missing (``planner.stages.events``): a first
 execution, or a re-run that splits a stage. Each round adds some. Where the relaxation's solution is nearly whole, it will do.
 While the bound is far below the best schedule, relaxations with more and more events run beside all that looks for schedules
-(``planner.stages.climbing``).
+(``planner.stages.climbing``), and are branched on (``planner.stages.branching``).
 
 Meanwhile list walks along that walk, and a search among them (``planner.walks.walk_search``), find schedules that do fit, and
 so do a chain of blocks (``planner.stages.block_chain``) and the same method on a coarser graph (``planner.stages.coarsening``).
@@ -39,7 +39,16 @@ from planner.stages.model import MOST_TINY, TINY, Event, StageModel, Walk, stage
 from planner.stages.order_search import anneal_on, search_orders
 from planner.stages.passes import in_passes
 from planner.stages.search import SMALL_OPS, StageSearch
-from planner.stages.solving import MOST_WORK, STALLED, Asked, idle_events, solve_relaxed, solve_whole, work_beside
+from planner.stages.solving import (
+    MOST_WORK,
+    STALLED,
+    Asked,
+    idle_events,
+    solve_branching,
+    solve_relaxed,
+    solve_whole,
+    work_beside,
+)
 from planner.stages.spans import SpanRow, add_spans
 
 METHOD = "cutting_stages"
@@ -275,9 +284,13 @@ def _rounds(search: StageSearch) -> bool:
                 _before_long(search, model)
                 if search.done(round_.asked.aim):
                     return False
-            add_spans(model)
-            work = work_beside(search, model, round_.number)
-            answer = solve_whole(search, model, round_.asked, sequence, work)
+                answer, rows = solve_branching(search, model, rows, sequence, round_.asked.aim)
+                if search.done(round_.asked.aim):
+                    return False
+            if answer is None:
+                add_spans(model)
+                work = work_beside(search, model, round_.number)
+                answer = solve_whole(search, model, round_.asked, sequence, work)
         if answer.outcome is Outcome.INFEASIBLE:
             _none_in_order(search)
             return False

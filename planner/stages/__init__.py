@@ -5,7 +5,7 @@ spans            rows for several stages in a row, without which its relaxation 
 events           which events a solution overlooks
 solving          a round: the model relaxed or whole, while schedules are searched for beside the solver
 climbing         relaxations in a row, beside whatever looks for schedules, while the bound is far away
-branching        branch and bound on the last of these
+branching        branch and bound on relaxations, where a few large values decide
 search           what is known so far: incumbent, bound, list walks
 first_schedules  where the first schedules come from
 mending          annealing of the best schedule, and of solutions that hold too much

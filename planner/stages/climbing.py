@@ -20,7 +20,7 @@ from graphs.ir import Graph
 from planner.process import turns
 from planner.process.clock import now_s
 from planner.solvers.milp import Left, run_apart
-from planner.stages.branching import Branching, Told
+from planner.stages.branching import Branching
 from planner.stages.events import halfway, missing
 from planner.stages.model import MOST_TINY, Event, stage_model, walk
 from planner.stages.search import SMALL_OPS, StageSearch
@@ -83,7 +83,6 @@ class Climb:
     _last: tuple[list[Event], list[SpanRow]] | None = field(default=None, init=False)  # of the last one, if it was solved
     _has_branched: bool = field(default=False, init=False)
     _idle: int = field(default=0, init=False)  # how many times in a row that has hardly raised the bound
-    _told: Told = field(default_factory=dict, init=False)  # which variables were worth a branch
     _rose_at: float = field(default=0.0, init=False)  # work by the end of the last one that raised the bound by much
 
     def __post_init__(self) -> None:
@@ -199,7 +198,7 @@ class Climb:
         events, rows = self._last
         with turns.first():
             model = stage_model(self.closed_graph, search.budget_bytes, events, tiny_share=MOST_TINY)
-        branching = Branching(model, rows, left, self._told)
+        branching = Branching(model, rows, left, search.told)
         cutoff = (self.reached[0].bound_ns - search.base + self._distance_ns) / model.unit_ns
         work = LEAST_WORK + WORK * (len(model.milp.cost) / WORK_VARIABLES) ** 2
         before_ns, idle = self.reached[-1].bound_ns, 0

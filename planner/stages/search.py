@@ -18,6 +18,7 @@ from planner.stages.exhaustive import Exhaustive
 from planner.walks.second_passes import second_passes
 
 if TYPE_CHECKING:
+    from planner.stages.branching import Told
     from planner.walks.walk_search import WalkSearch
 
 SECOND_SHARE = 0.1  # of the time left, for second passes
@@ -51,6 +52,8 @@ class StageSearch(Incumbent):
     looks: int = field(default=0, init=False)  # nodes that A* may have looked at so far
     relaxes: bool = field(default=True, init=False)  # whether relaxations are worth their time
     stalled: int = field(default=0, init=False)  # how many of them in a row have hardly raised the bound
+    branches: bool = field(default=True, init=False)  # whether branch and bound is
+    told: Told = field(default_factory=dict, init=False)  # which variables were worth a branch
     climbed: float = field(default=0.0, init=False)  # how far the last one raised it, as a share of what is left to the incumbent
     proved_by: dict[int, int] = field(default_factory=dict, init=False)  # of any order, by single events
     events: list[int] = field(default_factory=list, init=False)  # first executions that were the last model's events

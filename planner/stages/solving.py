@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 from planner.on_demand import sat_minimise
 from planner.process.clock import now_s
-from planner.solvers.milp import Answer, Outcome
+from planner.solvers.milp import Answer, Left, Outcome, run_apart
+from planner.stages.branching import Branching
 from planner.stages.model import Event, StageModel, walk
 from planner.stages.search import StageSearch
 from planner.stages.spans import SpanRow, relax
@@ -31,6 +32,9 @@ WHOLE, PARTS, MOST_PARTS, MANY_VARIABLES, MUCH_CLIMB = 0.01, 0.02, 0.1, 4_000, 0
 SLACK = 1e-9  # a dual value of a row that does not bind
 FIRST_SHARE = 0.4  # of the time for the first MILP at most, so that some is left for walks even where nothing comes of it
 NODES = 2_000  # branch-and-bound nodes of one MILP at most
+# Branch and bound on a relaxation: relaxations at first, and where those raise the bound by this share of its distance to the
+# incumbent, in models of WORK_VARIABLES or fewer; what each takes as long as in ops of list walks; the share of the time left.
+FIRST_SOLVES, BRANCH_RISE, BRANCH_SOLVES, SOLVE_WORK, BRANCH_SHARE = 60, 0.02, 400, 4_000, 0.3
 
 
 def work_beside(search: StageSearch, model: StageModel, round_: int) -> int:
@@ -78,6 +82,44 @@ def solve_relaxed(
     return answer if share <= most else None, rows
 
 
+def solve_branching(
+    search: StageSearch, model: StageModel, rows: list[SpanRow], latest: Sequence[int], aim: float
+) -> tuple[Answer | None, list[SpanRow]]:
+    """Branch on the relaxation where the bound is far away, and raise it; None where the first nodes raise it by little, and the
+    MILP is to be solved.
+
+    The answer is the node that has the bound, which is no whole solution. Comes with rows on spans for the next model.
+    """
+    if not (search.branches and search.is_far and search.trained):
+        return None, rows
+    before_ns, cutoff = search.searched_ns, _cutoff(search, model, aim)
+    least_rise_ns = BRANCH_RISE * search.distance_ns
+    solves = int(BRANCH_SOLVES * min(1.0, WORK_VARIABLES / len(model.milp.cost)))
+    found = rows
+
+    def solve(time_limit_s: float, meanwhile: Callable[[threading.Event], None] | None) -> Answer:
+        deadline = now_s() + time_limit_s
+
+        def branch(left: Left) -> Answer:
+            nonlocal found
+            branching = Branching(model, rows, left, search.told)
+            branching.go_on(FIRST_SOLVES, cutoff=cutoff, deadline=deadline)
+            if (model.bound_ns(branching.answer) or 0) - before_ns > least_rise_ns:
+                branching.go_on(solves, cutoff=cutoff, deadline=deadline)
+            found = branching.rows()
+            return branching.answer
+
+        answer = run_apart(branch, time_limit_s, meanwhile)
+        return Answer(Outcome.STOPPED, None, math.inf, -math.inf) if answer is None else answer
+
+    until = now_s() + BRANCH_SHARE * search.left_s
+    work = int(SOLVE_WORK * FIRST_SOLVES * (len(model.milp.cost) / WORK_VARIABLES) ** 2)
+    answer = _alongside(search, solve, latest, min(work, MOST_WORK), until, limited=True)
+    search.raise_bound(model.bound_ns(answer), restricted=False)
+    search.branches = answer.values is not None and search.searched_ns - before_ns > least_rise_ns
+    return (answer, found) if search.branches else (None, rows)
+
+
 def idle_events(model: StageModel, answer: Answer) -> list[Event]:
     """Events whose memory rows do not bind a relaxation: without them its optimum is the same."""
     duals = answer.duals or []
@@ -101,10 +143,7 @@ class Asked(NamedTuple):
 
 def solve_whole(search: StageSearch, model: StageModel, asked: Asked, latest: Sequence[int], work: int) -> Answer:
     """Solve the MILP, and meanwhile improve list walks with so much work."""
-    cutoff = math.inf
-    if search.time_ns is not None:
-        cutoff = ((1 - asked.aim) * search.time_ns - search.base) / model.unit_ns
-        cutoff += 0.01 + 2e-6 * abs(cutoff)  # what ``bound_ns`` takes off for tolerances
+    cutoff = _cutoff(search, model, asked.aim)
     minimise, limited = partial(model.milp.minimise, node_limit=NODES), True
     better: SimpleQueue[list[int]] = SimpleQueue()
     if model.is_for_sat:
@@ -126,6 +165,14 @@ def solve_whole(search: StageSearch, model: StageModel, asked: Asked, latest: Se
     if answer.outcome is Outcome.STOPPED and answer.values is None and asked.effort < math.inf and not search.done():
         return solve_whole(search, model, asked._replace(effort=math.inf), latest, 0)
     return answer
+
+
+def _cutoff(search: StageSearch, model: StageModel, aim: float) -> float:
+    """Costs from which on the gap is closed to this need not be told apart."""
+    if search.time_ns is None:
+        return math.inf
+    cutoff = ((1 - aim) * search.time_ns - search.base) / model.unit_ns
+    return cutoff + 0.01 + 2e-6 * abs(cutoff)  # what ``bound_ns`` takes off for tolerances
 
 
 def _alongside(
