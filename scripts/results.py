@@ -12,7 +12,7 @@ from graphs.errors import InputError
 from planner.result import Plan
 
 from .entry import INTERRUPTED
-from .output import tell
+from .output import printable, tell
 from .rows import make_folder, write_rows
 from .tables import print_rows
 
@@ -27,7 +27,7 @@ def has_table(arguments: argparse.Namespace) -> bool:
 def tell_written(arguments: argparse.Namespace, what: str, path: str | None) -> None:
     """Say, where standard output is for people, what was written to a file, if anything was."""
     if path and has_table(arguments):
-        print(f"{what} written to {path}")
+        print(f"{what} written to {printable(path)}")
 
 
 def give_rows(arguments: argparse.Namespace, rows: Iterable[dict[str, Any]]) -> None:

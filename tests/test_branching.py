@@ -127,6 +127,8 @@ def test_a_round_takes_the_lowest_node_where_that_raises_the_bound(monkeypatch: 
     at = next(i for i, op in enumerate(graph.ops) if op.name == "threshold_backward_9")
     add = next(i for i, op in enumerate(graph.ops) if op.name == "add_5")
 
+    monkeypatch.setattr(solving, "BRANCH_SOLVES", 60)
+
     def round_of(share: float) -> tuple[StageSearch, Answer | None]:
         search = StageSearch(graph, budget_bytes, gap=0.001, time_limit_s=60.0, seed=0)
         search.time_ns = int(1.633 * search.base)  # of the best schedule known

@@ -571,6 +571,11 @@ def test_a_log_that_standard_output_goes_to_is_added_to(chain_file: str, tmp_pat
         assert (more[-1] == f"plan written to {name}") is (len(more) > 1) is table
 
 
+def test_a_file_name_stays_on_its_line(chain_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", chain_file, "--budget", "0.9", "--out", str(tmp_path / "two\nlines.json")]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == f"plan written to {tmp_path}/two\\nlines.json"
+
+
 def test_a_budget_of_many_digits_is_no_share_of_many_digits(chain_file: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", chain_file, "--budget", "9e99"]) == 0
     assert "9e+98% 8.19e+87 TiB" in capsys.readouterr().out

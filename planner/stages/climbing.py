@@ -1,10 +1,12 @@
 """Relaxations one after the other, on a solver's thread, while the bound is far below the best schedule.
 
-Then many events are missing, and whatever looks for schedules meanwhile takes as long. When more events raise the bound no more,
-or there is no time for them, the last relaxation is branched on. So both go on beside each other, each with
+Then many events are missing, and whatever looks for schedules meanwhile takes as long. So both go on beside each other, each with
 a count of the work that it has done, in ops of list walks, which follows from sizes and not from the clock. What the search for
 schedules is told at some count is what relaxations have come to by the same one; where they are later than that, it waits. Only
 near the time limit does the clock say how many events are worth while.
+
+Where more events raise the bound no more, or there is no time for them, the last relaxation is branched on
+(``planner.stages.branching``), and what its lowest node overflows says which events are next.
 """
 
 from __future__ import annotations

@@ -85,12 +85,12 @@ def solve_relaxed(
 def solve_branching(
     search: StageSearch, model: StageModel, rows: list[SpanRow], latest: Sequence[int], aim: float
 ) -> tuple[Answer | None, list[SpanRow]]:
-    """Branch on the relaxation where the bound is far away, and raise it; None where the first nodes raise it by little, and the
-    MILP is to be solved.
+    """Branch on the relaxation of a small model where the bound is far away, and raise it; None where the first nodes raise it by
+    little, and the MILP is to be solved.
 
     The answer is the node that has the bound, which is no whole solution. Comes with rows on spans for the next model.
     """
-    if not (search.branches and search.is_far and search.trained):
+    if not (search.branches and search.is_far and search.trained and model.is_for_sat):
         return None, rows
     before_ns, cutoff = search.searched_ns, _cutoff(search, model, aim)
     least_rise_ns = BRANCH_RISE * search.distance_ns
