@@ -164,7 +164,7 @@ class Milp:
         return Answer(Outcome.STOPPED, None, math.inf, -math.inf) if answer is None else answer
 
     def _relax(self, deadline: float, more: Callable[[list[float]], bool] | None, left: Left) -> Answer:
-        from ortools.math_opt import callback_pb2, model_parameters_pb2, result_pb2
+        from ortools.math_opt import result_pb2
 
         with turns.first():
             glop = _glop(self)
@@ -172,12 +172,7 @@ class Milp:
         interrupter = _interrupter()
         left.then(interrupter.interrupt)
         while True:
-            parameters = limited(deadline - now_s())
-            if more is not None:  # new rows leave the duals feasible, and the solver's own preprocessing would begin anew
-                parameters.glop.use_dual_simplex = True
-                parameters.glop.use_preprocessing = False
-            start, registration = model_parameters_pb2.ModelSolveParametersProto(), callback_pb2.CallbackRegistrationProto()
-            result = glop.solve(parameters, start, None, registration, None, interrupter)
+            result = _solved(glop, deadline - now_s(), interrupter, goes_on=more is not None)
             if _infeasible(result):
                 return Answer(Outcome.INFEASIBLE, None, math.inf, math.inf)
             if result.termination.reason != result_pb2.TERMINATION_REASON_OPTIMAL:
@@ -298,14 +293,14 @@ class Relaxation:
         until = now_s() + time_limit_s
         with turns.first():
             self._hand_over(fixed)
-        result = self._run(self._glop, time_limit_s)
+        result = _solved(self._glop, time_limit_s, self._interrupter)
         with turns.first():
             if result.termination.reason == result_pb2.TERMINATION_REASON_OPTIMAL:
                 return self._milp._relaxed(result.solutions[0], self._matrix)
             gives = self._giving_way() if _infeasible(result) else None
         if gives is not None:
             # GLOP gives no reason; the duals of the least share by which all rows have to give way are one.
-            result = self._run(_glop(gives), until - now_s())
+            result = _solved(_glop(gives), until - now_s(), self._interrupter)
             if result.termination.reason == result_pb2.TERMINATION_REASON_OPTIMAL:
                 with turns.first():
                     if gives._relaxed(result.solutions[0]).bound > GIVES_WAY:
@@ -354,15 +349,6 @@ class Relaxation:
                 gives.entries.append((row, len(milp.cost), high - most[row]))
         return gives
 
-    def _run(self, glop: Any, time_limit_s: float) -> Any:
-        from ortools.math_opt import callback_pb2, model_parameters_pb2
-
-        parameters = limited(time_limit_s)
-        parameters.glop.use_dual_simplex = True
-        parameters.glop.use_preprocessing = False
-        start, registration = model_parameters_pb2.ModelSolveParametersProto(), callback_pb2.CallbackRegistrationProto()
-        return glop.solve(parameters, start, None, registration, None, self._interrupter)
-
 
 def _glop(milp: Milp) -> Any:
     """GLOP with the relaxation of a Milp in it."""
@@ -372,6 +358,19 @@ def _glop(milp: Milp) -> Any:
     proto = milp.proto()
     proto.variables.integers[:] = [False] * len(milp.cost)
     return solver.new(parameters_pb2.SOLVER_TYPE_GLOP, proto, parameters_pb2.SolverInitializerProto())
+
+
+def _solved(glop: Any, time_limit_s: float, interrupter: Any, *, goes_on: bool = True) -> Any:
+    """What GLOP says. ``goes_on``: whether from one solve to the next, as new rows and other bounds leave the duals feasible, and
+    the solver's own preprocessing would begin anew."""
+    from ortools.math_opt import callback_pb2, model_parameters_pb2
+
+    parameters = limited(time_limit_s)
+    if goes_on:
+        parameters.glop.use_dual_simplex = True
+        parameters.glop.use_preprocessing = False
+    start, registration = model_parameters_pb2.ModelSolveParametersProto(), callback_pb2.CallbackRegistrationProto()
+    return glop.solve(parameters, start, None, registration, None, interrupter)
 
 
 def _infeasible(result: Any) -> bool:
