@@ -409,9 +409,10 @@ class Pool:
             return self._at[slot]
         barrier, weight, score = self._barrier[:used], self._weight[:used], self._score[:used]
         if heuristic.random:
-            score = self._rng.random(used) + barrier
+            members = np.flatnonzero(barrier == 0.0)
+            nth = int(self._rng.integers(len(members)))  # by when they joined: slots follow the order in which tensors die
             self.evaluations += self._members
-            return self._at[int(score.argmin())]
+            return self._at[int(members[np.argpartition(self._ordered[members], nth)[nth]])]
         with np.errstate(divide="ignore", invalid="ignore"):
             if heuristic.staleness:
                 np.subtract(-float(self.now) if self._next_use else float(clock), self._accessed[:used], out=weight)

@@ -221,6 +221,23 @@ def test_the_random_rule_repeats_with_its_seed_and_reaches_every_member() -> Non
     assert set(choices(1)) == {0, 1, 2, 4}
 
 
+def test_the_random_rule_repeats_in_whatever_order_tensors_die() -> None:
+    def choices(dying: list[int]) -> list[int]:
+        relations = Relations()
+        pool = Pool(HEURISTICS["random"], relations, [1] * 8, seed=1)
+        for s in range(8):
+            relations.add()
+            pool.add()
+            if s == 5:
+                for t in dying:
+                    pool.leave_memory(t)
+            pool.enter(s)
+        return [pool.pick(1) for _ in range(60)]
+
+    assert choices([1, 2, 4]) == choices([4, 1, 2]) == choices([2, 4, 1])
+    assert set(choices([1, 2, 4])) == {0, 3, 5, 6, 7}
+
+
 def test_many_storages() -> None:
     n = 1000  # more than the arrays start with
     relations = Relations()
