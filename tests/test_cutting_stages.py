@@ -536,6 +536,15 @@ def test_the_time_limit_is_kept() -> None:
     assert max(found.bound_ns or 0, found.notes.get("order_bound_ns", 0)) > graph.keep_all_time_ns
 
 
+def test_where_there_is_no_time_to_search_the_square_root_rule_will_do() -> None:
+    graph = chain(6000)
+    took_s = stopwatch()
+    found = solve(graph, 250, time_limit_s=0.1)
+    assert took_s() <= 0.1 + 1.0
+    assert found.status == "FEASIBLE" and found.notes["stopped"] == "time limit"
+    assert found.peak_bytes is not None and found.peak_bytes <= 250
+
+
 def test_the_time_limit_is_kept_where_nothing_fits_and_layers_share_much() -> None:
     for layers, time_limit_s in ((30, 0.3), (6_000, 2)):  # the first one loads what searches are made of
         graph = shared_among_layers(layers)

@@ -33,7 +33,7 @@ from planner.stages.block_chain import repeats
 from planner.stages.climbing import Climb, Reached
 from planner.stages.events import LARGE, missing, tightest
 from planner.stages.exhaustive import LONGEST_NS
-from planner.stages.first_schedules import follow_guides, is_ruled_out, pebble, prove_least, try_blocks
+from planner.stages.first_schedules import follow_guides, is_ruled_out, pebble, prove_least, take_roots, try_blocks
 from planner.stages.mending import mend, shorten
 from planner.stages.model import MOST_TINY, TINY, Event, StageModel, Walk, stage_model, walk, with_end
 from planner.stages.order_search import anneal_on, search_orders
@@ -72,7 +72,7 @@ WALKS_SHARE = 0.2  # of the time left, for their first list walks
 # While the bound is far away: how many ops of list walks take as long as the first look for schedules, the same where none fits
 # so far, a coarser graph, and any other turn; and how many are run in that one along the last solution, and along others.
 FIRST_WORK, SCRAPE_WORK, COARSER_WORK, TURN_WORK, TURN_WALKS = 1_800_000, 4_000_000, 2_000_000, 1_800_000, 300_000
-LAST_S = 0.5  # for list walks where there was no time to look for anything
+LAST_S = 0.5  # for list walks, and for Chen's rule, where there was no time to find anything
 # Nodes of A* in small graphs: after the first model; before each MILP that may take long, twice as many as so far, while it keeps
 # up; and in the end all that there is time for, in graphs of so few ops in any case.
 FEW_OPS, FEW_LOOKS, MOST_LOOKS = 40, 60_000, 1_000_000_000
@@ -128,8 +128,10 @@ def solve(
     if in_hand is not None:
         search.offer(in_hand, "list walk, in another order")
     if search.best is None and "infeasible" not in search.notes:  # no time for more
+        until = now_s() + LAST_S
         try:
-            search.begin_walks(now_s() + LAST_S)
+            search.begin_walks(until)
+            take_roots(search, until)
         except KeyboardInterrupt:
             search.notes["stopped"] = "interrupted"
             search.take_walk()

@@ -7,6 +7,8 @@ import math
 from graphs.ir import Graph
 from planner.bounds import least_bytes
 from planner.chains.chain_dp import ChainProgram
+from planner.chains.checkpoints import KINDS, every_root, runs
+from planner.incumbent import is_replayable
 from planner.least.pebbling import fitting, least_peak
 from planner.least.smallest import fitting_next_to
 from planner.on_demand import last_runs_peak
@@ -176,3 +178,12 @@ def follow_guides(search: StageSearch, closed_graph: Graph, event: Event, until:
         idle = idle + 1 if search.time_ns is not None and search.time_ns == before_ns else 0
         if idle == IDLE_GUIDES:
             return
+
+
+def take_roots(search: StageSearch, until: float) -> None:
+    """Offer what Chen's square-root rule gives, which takes a moment: the last resort where nothing has been found in time."""
+    for kind in KINDS:
+        if search.best is None and is_replayable(search.graph, range(len(search.graph.ops)), until):
+            sequence = runs(search.graph, set(every_root(search.graph, kind)))
+            if is_replayable(search.graph, sequence, until):
+                search.offer(with_frees(search.graph, sequence), "square-root rule")
