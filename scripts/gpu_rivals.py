@@ -248,7 +248,7 @@ def largest_difference(wanted: Mapping[Any, Tensor], found: Mapping[Any, Tensor]
 def profiled(once: Once) -> tuple[Tensor, int]:
     """Run once on the CPU: the loss, and the most the allocator held above the start."""
     cpu = torch.profiler.ProfilerActivity.CPU
-    with torch.profiler.profile(activities=[cpu], profile_memory=True) as profile:
+    with torch.profiler.profile(activities=[cpu], profile_memory=True, acc_events=True) as profile:
         loss = once()
     events = profile.profiler.kineto_results.events()
     changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]" and "CPU" in str(e.device_type()))

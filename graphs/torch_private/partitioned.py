@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
+from torch._C import DispatchKey
 from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput, ParamAOTInput, PlainAOTInput
 from torch._ops import OpOverload
 
@@ -126,9 +127,12 @@ def put_after(module: fx.GraphModule, after: Mapping[fx.Node, fx.Node], in_memor
                not wait
     """
     from torch._inductor import lowering
-    from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
+    from torch._inductor.fx_passes.control_dependencies import control_deps, preserve_node_ordering
     from torch.utils._ordered_set import OrderedSet
 
+    for key in DispatchKey.Autograd, DispatchKey.CompositeExplicitAutograd:
+        if key not in control_deps.py_kernels:  # before torch 2.12 it cannot run, which Inductor has it do on stand-ins
+            control_deps.py_impl(key)(_called)
     if in_memory not in lowering.lowerings:
         lowering.register_lowering(in_memory, type_promotion_kind=None)(_realized)
     waits: dict[fx.Node, fx.Node] = {}
@@ -144,6 +148,10 @@ def put_after(module: fx.GraphModule, after: Mapping[fx.Node, fx.Node], in_memor
             waits[held] = other
     preserve_node_ordering(module.graph, {node: OrderedSet([other]) for node, other in waits.items()})
     module.recompile()
+
+
+def _called(after: Any, call: Callable[..., Any], *args: Any) -> Any:
+    return call(*args)
 
 
 def _realized(buffer: Any) -> Any:
