@@ -414,7 +414,10 @@ class _Train(torch.autograd.Function):
                         f"torch.autograd.grad once for each of the gradients"
                     )
                 if kept is None:
-                    raise InputError("backward ran before on this loss, and its values are gone; run the forward again first")
+                    raise InputError(
+                        "backward ran before on this loss, and its values are gone, which retain_graph=True does not change "
+                        "here; run the forward again first"
+                    )
                 ctx.kept = None
                 # No reference to a gradient may stay behind, or autograd would copy it into ``.grad``.
                 return None, None, None, None, *ctx.module._run_backward(kept, tangent)

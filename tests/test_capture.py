@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -1103,8 +1103,13 @@ def test_models_bring_their_own_example():
     assert [s.name for s in capture(model, loss=square).sources if s.kind == "input"] == ["inputs"]
 
 
+class Scored(NamedTuple):
+    score: Tensor
+    loss: Tensor
+
+
 @pytest.mark.parametrize("output", [lambda y: SimpleNamespace(loss=square(y)), lambda y: {"loss": square(y), "logits": y},
-                                    lambda y: (square(y), y), square])  # fmt: skip
+                                    lambda y: (square(y), y), lambda y: Scored(y.mean(), square(y)), square])  # fmt: skip
 def test_where_a_model_may_put_its_loss(output):
     step = capture(Lambda(lambda m, x: output(m.linear(x))), x8)
     with torch.no_grad():

@@ -1847,7 +1847,7 @@ def test_backward_of_a_loss_runs_once(mlp: Case) -> None:
     module = PlannedModule(mlp.step, keep_all(mlp.graph), PLENTY)
     loss = module(*mlp.inputs)
     loss.backward(retain_graph=True)
-    with pytest.raises(InputError, match="backward ran before on this loss"):
+    with pytest.raises(InputError, match="backward ran before on this loss, and its values are gone, which retain_graph=True"):
         loss.backward()
 
 

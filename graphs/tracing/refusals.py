@@ -72,6 +72,12 @@ def refusal(name: str, error: Exception) -> CaptureError:
             f"{name} does not do the same in every call (it reads a tensor that an earlier call has made{_place(error)}), as a "
             f"captured step would; where the first call fills a cache, run the model once before"
         )
+    nested = str(Path(torch.nested.__file__).parent)
+    if any(frame.filename.startswith(nested) for frame in traceback.extract_tb(error.__traceback__)):
+        return CaptureError(
+            f"{name} makes a nested tensor{_place(error)}, which cannot be captured; pad it, or train without a plan, in a block "
+            f"of online.budget"
+        )
     targets = isinstance(error, TypeError) and "forward() takes" in str(error)
     remedy = "; where the last inputs are targets, give the loss that takes them as loss=" if targets else ""
     return CaptureError(f"{name} cannot be traced: {told(error)}{remedy}")
