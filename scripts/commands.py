@@ -192,7 +192,7 @@ def sweep_command(arguments: argparse.Namespace) -> int:
     cells.sort(key=lambda cell: (places[cell.fingerprint], -cell.budget_bytes))  # methods stay in the order asked for
     rows = [by_key[cell.key] for cell in cells if cell.key in by_key]
     if has_table(arguments):
-        ground = sweep.proved(rows)
+        ground = sweep.proved_of_all(rows)
         for fingerprint, graph in graphs.items():
             if of_graph := [row for row in rows if row["fingerprint"] == fingerprint]:
                 print_sweep(graph, of_graph, ground[fingerprint])

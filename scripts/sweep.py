@@ -391,7 +391,8 @@ def settle(rows: Sequence[Row]) -> list[Row]:
     """Rows of the same cells, each cell once (the last row), with what one knows that helps another:
 
     - A plan for a smaller budget is also one for a larger. Where it is cheaper than what was found there, it takes its place;
-      ``notes`` then have ``reused_from_budget_bytes`` and the row's ``own_time_ns`` and ``own_status``; its bound stays its own.
+      ``notes`` then have ``reused_from_budget_bytes`` and the row's ``own_time_ns`` and ``own_status``; its bound stays its own,
+      that of any order where the plan has another than the graph.
     - A bound proved for a budget holds for the online runs of the same graph under the same budget or a smaller one.
 
     Rows that contradict each other (a schedule where none should fit, an online run that takes less than was proved) are FAILED.
@@ -431,21 +432,29 @@ def settle(rows: Sequence[Row]) -> list[Row]:
 
 def _reused(row: Row, cheaper: Row) -> Row:
     """A row with the schedule of a smaller budget's row, where that one is cheaper."""
-    time_ns, bound_ns = cheaper["time_ns"], row["bound_ns"]
+    time_ns = cheaper["time_ns"]
     if row["time_ns"] is not None and row["time_ns"] <= time_ns:
         return row
     if row["status"] == Status.INFEASIBLE:
         reason = f"called infeasible, but {cheaper['budget_bytes']:,} bytes are enough: a bug in {row['method']}"
         return row | {"status": FAILED, "reason": reason}
+    notes = {"own_time_ns": row["time_ns"], "own_status": row["status"], **row["notes"]}
+    notes["reused_from_budget_bytes"] = cheaper["notes"].get("reused_from_budget_bytes", cheaper["budget_bytes"])
+    bound_ns = row["bound_ns"]
+    if "order" in cheaper["notes"]:  # bounds but those of all orders hold for no other
+        if "order" not in notes:
+            notes["order_bound_ns"], bound_ns = bound_ns, row["any_order_bound_ns"]
+        notes["order"] = cheaper["notes"]["order"]
+    else:
+        notes.pop("order", None)
     proved_ = bound_ns is not None and 0 <= time_ns - bound_ns <= row["options"].get("gap", 0.0) * time_ns
-    own = {"own_time_ns": row["time_ns"], "own_status": row["status"]}
-    source = cheaper["notes"].get("reused_from_budget_bytes", cheaper["budget_bytes"])
     return row | {
         "status": str(Status.OPTIMAL if proved_ else Status.FEASIBLE),
         "reason": None,
+        "bound_ns": bound_ns,
         "gap": gap_of(time_ns, bound_ns),
         **{name: cheaper[name] for name in ("time_ns", "overhead", "peak_bytes", "recomputed_ops")},
-        "notes": {**own, **row["notes"], "reused_from_budget_bytes": source},
+        "notes": notes,
     }
 
 
@@ -461,4 +470,15 @@ def proved(rows: Sequence[Row]) -> dict[str, dict[int, int]]:
         for budget_bytes in sorted(of_graph, reverse=True):
             best = of_graph[budget_bytes] = max(best, of_graph[budget_bytes])
         ground[fingerprint] = {budget_bytes: bound for budget_bytes, bound in of_graph.items() if bound}
+    return ground
+
+
+def proved_of_all(rows: Sequence[Row]) -> dict[str, dict[int, int]]:
+    """``proved``, but nowhere above a plan in another order of first executions than the graph's, of which it says nothing."""
+    ground = proved(rows)
+    for row in rows:
+        if row["time_ns"] is not None and "order" in row["notes"]:
+            of_graph = ground[row["fingerprint"]]
+            for budget_bytes in [b for b in of_graph if b >= row["budget_bytes"]]:
+                of_graph[budget_bytes] = min(of_graph[budget_bytes], row["time_ns"])
     return ground

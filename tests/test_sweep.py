@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from belady.cli import main
 from belady.plots import draw_overhead
 from belady.rows import RowFile, read_rows, write_rows
 from belady.sweep import Cell, Row, budgets_of, cells_of, key_of, methods_of, proved, row_of, rules_of, settle, work
-from graphs import Graph, InputError
+from graphs import Graph, InputError, Op, Value
 from graphs.serialize import save_graph
 from online.heuristics import ADDRESS_HEURISTICS, HEURISTICS
 from planner import plan
@@ -297,6 +298,28 @@ def test_what_is_within_the_gap_is_optimal_and_what_failed_stays_so(chain: Graph
     assert settle([small, failed])[1] == failed
     wrong = settle([small, large | {"status": "INFEASIBLE", "time_ns": None}])[1]
     assert wrong["status"] == "FAILED" and "500 bytes are enough" in wrong["reason"]
+
+
+def test_of_a_plan_in_another_order_the_bound_of_any_order_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In 20 bytes nothing fits in graph order; in 25 something does, but takes longer than the plan for 20 in another order."""
+    ops = (
+        Op("p", (), (0,), 5),
+        Op("a", (), (1,), 1, effect=True),
+        Op("b", (), (2,), 1, effect=True),
+        Op("c", (1,), (3,), 1),
+        Op("d", (2,), (4,), 1),
+        Op("e", (0, 3, 4), (5,), 1),
+    )
+    graph = Graph("g", ops, tuple(Value("v", size) for size in (8, 10, 10, 1, 1, 1)), frozenset(), frozenset({5}))
+    rows = [row_of(graph, cell) for cell in cells(graph, [20, 25], "cutting_stages")]
+    assert [(row["time_ns"], row["bound_ns"]) for row in rows] == [(10, 10), (15, 15)]
+    settled = settle(rows)
+    assert [(row["time_ns"], row["bound_ns"], row["status"]) for row in settled] == [(10, 10, "OPTIMAL")] * 2
+    assert settled[1]["notes"]["order_bound_ns"] == 15 and settled[1]["notes"]["order"] == rows[0]["notes"]["order"]
+    assert settle(settled) == settled
+    save_graph(graph, tmp_path / "g.json")
+    assert main(["sweep", str(tmp_path / "g.json"), "--budget", "20", "--budget", "25", "--rule", "lru"]) == 0
+    assert re.findall(r"\d+ B +(\S+) +(\S+)", capsys.readouterr().out) == [("0.00%", "0.00%")] * 2
 
 
 def test_other_methods_seeds_options_and_graphs_are_not_mixed(chain: Graph) -> None:
