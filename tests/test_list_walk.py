@@ -9,15 +9,17 @@ import numpy as np
 import pytest
 from numba.extending import is_jitted
 
-from graphs.ir import Graph, Op
+from graphs.ir import Graph, Op, Value
 from graphs.synthetic import chain, linear_network, random_training
 from planner.least.smallest import smallest_known
+from planner.process.clock import now_s
 from planner.process.flat import Floats
 from planner.schedule import keep_all, with_frees
 from planner.simulate import simulate
 from planner.walks import list_walk, walk_search
 from planner.walks.list_walk import ListWalk, Route, Walked
 from planner.walks.walk_search import LEADS, WalkSearch, _wanted_since
+from tests.clock import stopwatch
 from tests.strategies import random_budget, random_graph
 
 COMPILED = ("_walk", "_remake_time", "_drop", "_sift", "_after", "is_read", "_power", "_places")
@@ -181,6 +183,20 @@ def test_a_walk_that_takes_too_long_is_stuck(monkeypatch: pytest.MonkeyPatch) ->
     assert not walk.follow(route, deadline=0.0).complete
     monkeypatch.setattr(list_walk, "MOST_STEPS", 3)
     assert not walk.follow(route).complete
+
+
+def test_an_op_that_reads_many_values_takes_no_longer_than_it_may() -> None:
+    """One op makes 20,000 values, each is made into another, and one op reads all of these: some have to be made again for it."""
+    n = 20_000
+    ops = [Op("make", (), tuple(range(n)), 5), *(Op(f"turn{i}", (i,), (n + i,), 1) for i in range(n))]
+    ops.append(Op("join", tuple(range(n, 2 * n)), (2 * n,), 3))
+    values = (*[Value("x", 3)] * n, *[Value("y", 2)] * n, Value("z", 1))
+    walk = ListWalk(Graph("fan", tuple(ops), values, frozenset(), frozenset({2 * n})), 3 * n)
+    route = walk.route(range(len(ops)))
+    walk.follow(route, deadline=0.0)  # loads the code
+    took_s = stopwatch()
+    walk.follow(route, deadline=now_s() + 0.5)
+    assert took_s() < 1.5
 
 
 def test_what_is_dear_is_not_made_twice() -> None:

@@ -403,7 +403,10 @@ def _walk(  # type: ignore[no-untyped-def]  # pragma: no cover
                 if not present[inputs[a]]:
                     maker = min(maker, producer[inputs[a]])
             if maker < count:
-                if again[maker] == np.inf or depth > count:  # it ran before and may not run again, or values displace each other
+                width = in_rows[at + 1] - in_rows[at]
+                steps += width if width > MANY else 0
+                # It ran before and may not run again, or values displace each other, or that takes too long.
+                if again[maker] == np.inf or depth > count or steps > most_steps:
                     return ran_before, i, total_before, True, ran
                 stack[depth] = maker
                 depth += 1
@@ -429,16 +432,13 @@ def _walk(  # type: ignore[no-untyped-def]  # pragma: no cover
                         spare = 0
                     candidate_count = 0
                     steps += inside_count
+                    if last_resort:  # what the op itself reads is marked, to stay
+                        for a in range(in_rows[at], in_rows[at + 1]):
+                            locked[inputs[a]] = -abs(locked[inputs[a]])
                     for k in range(inside_count):
                         v = inside[k]
-                        if size[v] == 0 or (locked[v] > 0) != last_resort:
+                        if size[v] == 0 or locked[v] < 0 or (locked[v] > 0) != last_resort:
                             continue
-                        if last_resort:
-                            read = False
-                            for a in range(in_rows[at], in_rows[at + 1]):
-                                read = read or inputs[a] == v
-                            if read:
-                                continue
                         rate[v] = score[candidate_count] = 0.0
                         use = coming[v]
                         if use != NEVER:
@@ -452,6 +452,9 @@ def _walk(  # type: ignore[no-untyped-def]  # pragma: no cover
                             score[candidate_count] = per_ns * again_ns[v]
                         candidates[candidate_count] = v
                         candidate_count += 1
+                    if last_resort:
+                        for a in range(in_rows[at], in_rows[at + 1]):
+                            locked[inputs[a]] = abs(locked[inputs[a]])
                     for k in range(candidate_count // 2 - 1, -1, -1):
                         _sift(k, candidate_count, score, candidates)
                     while excess > -spare and candidate_count > 0:
