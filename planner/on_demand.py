@@ -69,6 +69,17 @@ def _last_runs_peak() -> Callable[..., int]:
     return last_runs_peak
 
 
+def halve() -> Callable[..., None]:
+    """Twremat's sequences, by NetworkX."""
+    return undisturbed(_halve)
+
+
+def _halve() -> Callable[..., None]:
+    from planner.walks.halving import halve
+
+    return halve
+
+
 def compile_all() -> None:
     """Compile what is compiled when it is first used, and keep it on disk, so that the first plan does not wait for it."""
     from planner.least.pebbling import least_peak

@@ -13,13 +13,14 @@ from hypothesis import given, settings
 from graphs.ir import Graph, Op, Value
 from graphs.synthetic import chain, linear_network, random_layered, random_training
 from planner.bounds import least_bytes
-from planner.methods import twremat
-from planner.methods.twremat import Part, decompose, forward_pass, remat, solve, without_dead
+from planner.methods.twremat import solve
 from planner.process.clock import now_s
 from planner.process.pauses import rare_collections
 from planner.result import Status
 from planner.schedule import Compute, computes, keep_all, with_frees
 from planner.simulate import simulate
+from planner.walks import halving
+from planner.walks.halving import Part, decompose, forward_pass, remat, without_dead
 from tests.clock import stopwatch
 from tests.oracles import least_time
 from tests.strategies import graphs, graphs_and_budgets, random_budget, random_graph
@@ -303,7 +304,7 @@ def test_what_no_schedule_fits_is_infeasible() -> None:
 
 
 def test_too_long_a_sequence_is_said_and_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(twremat, "MAX_RUNS", 40)
+    monkeypatch.setattr(halving, "MAX_RUNS", 40)
     graph = chain(16)
     assert remat(graph, decompose(graph), max_runs=40) is None
     found = solve(graph, 8, variants=False)
