@@ -536,6 +536,28 @@ def test_the_time_limit_is_kept() -> None:
     assert max(found.bound_ns or 0, found.notes.get("order_bound_ns", 0)) > graph.keep_all_time_ns
 
 
+def test_a_ladder_has_a_schedule_where_walks_find_none() -> None:
+    """A U-Net of single ops: its skip connections span the whole graph, so walks make the same things again and again."""
+    n = 100
+    reads: list[tuple[int, ...]] = [(), *((i,) for i in range(n))]  # down
+    reads += [(n + i, n - 1 - i) for i in range(n)]  # up
+    reads.append((2 * n,))
+    skips = {}
+    for i in reversed(range(n)):  # up again, backwards
+        top = len(reads) - 1
+        reads += [(top, n + i), (top, n - 1 - i)]
+        skips[n - 1 - i] = top + 1
+    for i in reversed(range(n)):
+        top = len(reads) - 1
+        reads += [(top, i), (top + 1, skips[i])]
+    ops = [Op(f"op{v}", read, (v,), 10, backward=v > 2 * n) for v, read in enumerate(reads)]
+    graph = Graph("ladder", tuple(ops), (Value("v", 1),) * len(ops), frozenset(), frozenset({len(ops) - 1}))
+    budget_bytes = simulate(graph, keep_all(graph)).peak_bytes // 3
+    found = solve(graph, budget_bytes, time_limit_s=8.0)
+    halved = solve(graph, budget_bytes, method="twremat")
+    assert found.time_ns is not None and halved.time_ns is not None and found.time_ns <= halved.time_ns
+
+
 def test_where_there_is_no_time_to_search_the_square_root_rule_will_do() -> None:
     graph = chain(6000)
     took_s = stopwatch()
@@ -769,6 +791,30 @@ def test_a_training_step_is_solved_in_its_own_order_before_others_are_searched(m
         assert found.status is (Status.OPTIMAL if expected else Status.INFEASIBLE)
 
 
+def test_other_orders_of_a_training_step_are_searched_where_its_own_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = random_training(5, 0)
+    budget_bytes = int(0.85 * simulate(graph, keep_all(graph)).peak_bytes)
+    began: list[float] = []
+
+    def rounds(search: StageSearch) -> bool:
+        began.append(search.left_s)
+        search.begin_walks(search.deadline)
+        while not search.out_of_time():
+            pass
+        return False
+
+    def searched(search: StageSearch, *_: Any, **__: Any) -> list[int]:
+        assert search.best is not None
+        began.append(search.left_s)
+        return list(computes(search.best))
+
+    monkeypatch.setattr(cutting_stages, "_rounds", rounds)
+    monkeypatch.setattr(cutting_stages, "search_orders", searched)
+    found = solve(graph, budget_bytes, time_limit_s=1.0, any_order=True)
+    assert began == pytest.approx([0.5, 0.5], abs=0.15)
+    assert found.notes["cut_short"] and found.status is Status.FEASIBLE
+
+
 @cache
 def annealed_elsewhere() -> tuple[Graph, int, Plan]:
     """A graph, a budget, and what annealing finds for it, in another order."""
@@ -911,10 +957,11 @@ def test_a_coarser_graph_is_asked_only_where_something_may_fit_in_order(in_order
     assert search.trained
     monkeypatch.setattr(cutting_stages, "prove_least", lambda _: None)
     monkeypatch.setattr(cutting_stages, "_solve_coarser", lambda *_: asked.append("coarser graph"))
+    monkeypatch.setattr(cutting_stages, "try_halves", lambda *_: asked.append("halves"))
     monkeypatch.setattr(cutting_stages, "pebble", lambda *_: asked.append("pebbling"))
     search.time_ns = None
     assert cutting_stages._scrape(search, in_order=in_order)
-    assert asked == (["coarser graph", "pebbling"] if in_order else ["pebbling"])
+    assert asked == ([*["coarser graph"] * in_order, "halves", "pebbling"])
 
 
 def test_blocks_in_another_order_count_where_nothing_else_is_known(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,7 @@ from planner.stages.block_chain import repeats
 from planner.stages.climbing import Climb, Reached
 from planner.stages.events import LARGE, missing, tightest
 from planner.stages.exhaustive import LONGEST_NS
-from planner.stages.first_schedules import follow_guides, is_ruled_out, pebble, prove_least, take_roots, try_blocks
+from planner.stages.first_schedules import follow_guides, is_ruled_out, pebble, prove_least, take_roots, try_blocks, try_halves
 from planner.stages.mending import mend, shorten
 from planner.stages.model import MOST_TINY, TINY, Event, StageModel, Walk, stage_model, walk, with_end
 from planner.stages.order_search import anneal_on, search_orders
@@ -63,12 +63,13 @@ BLOCKS_ROUND, BLOCKS_DISTANCE = 3, 0.02
 # the ops. It takes this share of the time left; and work for list walks along its schedule.
 COARSE_DISTANCE, HALF, FEWER, HOPELESS_VARIABLES, COARSE_SHARE, COARSE_WORK = 0.01, 0.5, 0.8, 10_000, 0.5, 2_000_000
 # Of the time that is left at most: annealing, for graphs without a backward pass, on which list walks do poorly, or in any order
-# where nothing fits so far; search among all orders, where any will do.
-ANNEAL_SHARE, ORDERS_SHARE = 0.4, 0.75
+# where nothing fits so far; search among all orders, where any will do; graph order before that, in training steps.
+ANNEAL_SHARE, ORDERS_SHARE, OWN_SHARE = 0.4, 0.75, 0.5
 # Of the time left, for schedules in passes, and to solve for the order of one; ops of walks after which that is decided, and the
 # share of the overhead in graph order that its own has to have come to.
 PASSES_SHARE, PASSES_ORDER_SHARE, PASSES_WORK, PASSES_WIN = 0.1, 0.3, 600_000, 0.8
-WALKS_SHARE = 0.2  # of the time left, for their first list walks
+# Of the time left, for first list walks without a backward pass; in training steps for the next ones where those fit nothing.
+WALKS_SHARE, GUIDES_SHARE = 0.2, 0.3
 # While the bound is far away: how many ops of list walks take as long as the first look for schedules, the same where none fits
 # so far, a coarser graph, and any other turn; and how many are run in that one along the last solution, and along others.
 FIRST_WORK, SCRAPE_WORK, COARSER_WORK, TURN_WORK, TURN_WALKS = 1_800_000, 4_000_000, 2_000_000, 1_800_000, 300_000
@@ -115,8 +116,10 @@ def solve(
     """
     search = StageSearch(graph, budget_bytes, gap, time_limit_s, progress, seed=seed, any_order=any_order)
     try:
-        _run(search, start)
+        has_more = _run_for_a_share(search, start)
         _go_on(search)
+        if has_more and search.best is not None and not search.elsewhere:
+            _search_on(search)
         if "infeasible" not in search.notes:
             prove_in_any_order(search, search.events)
         search.take_last()
@@ -163,6 +166,25 @@ def _run(search: StageSearch, start: Schedule | None) -> None:
         has_last_word = search.exhaustive_keeps_up or len(graph.ops) <= FEW_OPS
         if not (has_last_word and _exhaust(search, MOST_LOOKS, search.gap)):
             _search_on(search)
+
+
+def _run_for_a_share(search: StageSearch, start: Schedule | None) -> bool:
+    """The method, in a training step for a share of the time where any order will do; whether that has ended it."""
+    if not (search.any_order and search.trained):
+        _run(search, start)
+        return False
+    deadline = search.deadline
+    search.deadline = now_s() + OWN_SHARE * search.left_s
+    try:
+        _run(search, start)
+    finally:
+        search.deadline = deadline
+    if search.notes.get("stopped") != "time limit" or now_s() >= deadline:
+        return False
+    del search.notes["stopped"]
+    search.tell_cut_short(True)
+    _elsewhere(search)
+    return True
 
 
 def _reorder(search: StageSearch, share: float, *, anew: bool = False) -> None:
@@ -460,6 +482,8 @@ def _first_schedules(search: StageSearch, guide: Callable[[float], None] | None)
     search.begin_walks(until)
     if search.best is not None:
         search.follow(list(computes(search.best)))
+    elif search.trained:
+        until = now_s() + GUIDES_SHARE * search.left_s
     if guide is not None and not search.nested:
         guide(until)
     search.tell_cut_short(now_s() >= until)
@@ -584,6 +608,8 @@ def _scrape(search: StageSearch, *, in_order: bool) -> bool:
         _solve_coarser(search, HALF)
     if search.time_ns is None and not search.done() and repeats(search.graph):
         try_blocks(search)
+    if search.time_ns is None and not search.done():
+        try_halves(search)
     if search.time_ns is None:
         pebble(search, least)
     elif search.is_poor:

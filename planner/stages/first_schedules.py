@@ -8,10 +8,10 @@ from graphs.ir import Graph
 from planner.bounds import least_bytes
 from planner.chains.chain_dp import ChainProgram
 from planner.chains.checkpoints import KINDS, every_root, runs
-from planner.incumbent import is_replayable
+from planner.incumbent import Incumbent, is_replayable
 from planner.least.pebbling import fitting, least_peak
 from planner.least.smallest import fitting_next_to
-from planner.on_demand import last_runs_peak
+from planner.on_demand import halve, last_runs_peak
 from planner.process.clock import now_s
 from planner.schedule import Schedule, computes, put_in_graph_order, with_frees
 from planner.stages.block_chain import block_schedule, is_chain
@@ -28,6 +28,7 @@ BLOCKS_SHARE, SCARCE_SHARE, FINE_GRID = 0.15, 0.3, {"peaks": 12, "saves": 8}
 # ones; and the share of the time left for all.
 LARGER, SHORTER, LARGER_WORK, VARIED, IDLE_VARIED, LARGER_SHARE = 0.12, 0.004, 50_000, 0.02, 2, 0.15
 BLOCKS_WORK, WORK_PER_OP = 4_000_000, 8_000  # ops of walks along what comes of it at most, and for each op of the graph
+HALVES_SHARE = 0.25  # of the time left, for Twremat where nothing fits so far
 # Sets of values to visit, and share of the time left, at most, where nothing fits so far.
 PEBBLE_STATES, PEBBLE_SHARE = 4_000, 0.15
 # Where still nothing does, and this share of the budget is proved to be needed: such sets, and the share of the time; bytes that
@@ -178,6 +179,18 @@ def follow_guides(search: StageSearch, closed_graph: Graph, event: Event, until:
         idle = idle + 1 if search.time_ns is not None and search.time_ns == before_ns else 0
         if idle == IDLE_GUIDES:
             return
+
+
+def try_halves(search: StageSearch) -> None:
+    """Let list walks begin from what Twremat finds, which halves the graph again and again."""
+    found = Incumbent(search.graph, search.budget_bytes, search.gap, HALVES_SHARE * search.left_s)
+    try:
+        halve()(found)
+    except TimeoutError:
+        search.tell_cut_short(True)
+    if found.best is not None:
+        search.offer(found.best, "twremat")
+        search.follow(put_in_graph_order(search.graph, list(computes(found.best))))
 
 
 def take_roots(search: StageSearch, until: float) -> None:
