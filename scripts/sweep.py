@@ -443,10 +443,10 @@ def _reused(row: Row, cheaper: Row) -> Row:
     bound_ns = row["bound_ns"]
     if "order" in cheaper["notes"]:  # bounds but those of all orders hold for no other
         if "order" not in notes:
-            notes["order_bound_ns"], bound_ns = bound_ns, row["any_order_bound_ns"]
+            notes["order_bound_ns"], bound_ns = bound_ns, row.get("any_order_bound_ns")
         notes["order"] = cheaper["notes"]["order"]
-    else:
-        notes.pop("order", None)
+    elif notes.pop("order", None) is not None:
+        bound_ns = notes.pop("order_bound_ns", bound_ns)
     proved_ = bound_ns is not None and 0 <= time_ns - bound_ns <= row["options"].get("gap", 0.0) * time_ns
     return row | {
         "status": str(Status.OPTIMAL if proved_ else Status.FEASIBLE),

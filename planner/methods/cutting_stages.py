@@ -8,7 +8,8 @@ While the bound is far below the best schedule, relaxations with more and more e
 (``planner.stages.climbing``), and are branched on (``planner.stages.branching``).
 
 Meanwhile list walks along that walk, and a search among them (``planner.walks.walk_search``), find schedules that do fit, and
-so do a chain of blocks (``planner.stages.block_chain``) and the same method on a coarser graph (``planner.stages.coarsening``).
+so do a chain of blocks (``planner.stages.block_chain``) and the same method on a coarser graph (``planner.stages.coarsening``),
+and where nothing does, Twremat's sequences (``planner.walks.halving``) and pebbling (``planner.least``).
 Where any order will do, or nothing fits in the graph's, others are searched (``planner.stages.order_search``). Where not all
 gradients fit beside what makes them, schedules in several passes (``planner.stages.passes``) are tried, in orders of their own.
 Where the best schedule has another order than the graph, all of this is done for that. What holds for all orders is proved by
@@ -210,7 +211,7 @@ def _elsewhere(search: StageSearch) -> None:
 def _go_on(search: StageSearch) -> None:
     """Where the best schedule has another order of first executions: solve for that one, and look for a better one from there.
 
-    Training steps come in a good order, so theirs is solved first, and others are searched in the time that is left.
+    Training steps come in a good order, so theirs is solved first, and others are searched in the time that is left: half of it.
     """
     if search.any_order and not search.reordered and search.best is not None and not search.exhausted():
         _reorder(search, ORDERS_SHARE, anew=True)
