@@ -218,7 +218,12 @@ class Runs:
                 elif content.at is None or (place := content.at()) is None:
                     content.floating = storage
                 else:
-                    replace_content(place, storage)
+                    try:
+                        replace_content(place, storage)
+                    except RuntimeError as error:
+                        if place.resizable():
+                            raise
+                        raise _given_away() from error
 
     def free(self, storage: int) -> None:
         """Let go of the bytes of a content."""
@@ -232,10 +237,14 @@ class Runs:
                 try:
                     lies_in.resize_(0)
                 except RuntimeError as error:
-                    raise InputError(
-                        "the memory of a tensor was given to an array (numpy()) where a block under a budget does not see it: by "
-                        "a torch-function mode from before the block, or by an extension; give it a clone()"
-                    ) from error
+                    raise _given_away() from error
+
+
+def _given_away() -> InputError:
+    return InputError(
+        "the memory of a tensor was given to an array (numpy()) where a block under a budget does not see it: by a "
+        "torch-function mode from before the block, or by an extension; give it a clone()"
+    )
 
 
 def check_sizes(written: list[Content]) -> None:
