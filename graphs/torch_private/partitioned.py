@@ -131,7 +131,7 @@ def put_after(module: fx.GraphModule, after: Mapping[fx.Node, fx.Node], in_memor
     from torch.utils._ordered_set import OrderedSet
 
     for key in DispatchKey.Autograd, DispatchKey.CompositeExplicitAutograd:
-        if key not in control_deps.py_kernels:  # before torch 2.12 it cannot run, which Inductor has it do on stand-ins
+        if key not in control_deps.py_kernels:  # on torch 2.11 it cannot run, which Inductor has it do on stand-ins
             control_deps.py_impl(key)(_called)
     if in_memory not in lowering.lowerings:
         lowering.register_lowering(in_memory, type_promotion_kind=None)(_realized)
