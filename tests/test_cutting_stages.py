@@ -815,6 +815,14 @@ def test_other_orders_of_a_training_step_are_searched_where_its_own_takes_too_lo
     assert found.notes["cut_short"] and found.status is Status.FEASIBLE
 
 
+def test_where_nothing_fits_a_training_steps_own_order_has_all_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    left: list[float] = []
+    monkeypatch.setattr(cutting_stages, "_rounds", lambda search: left.append(search.left_s))
+    graph = random_training(40, 738)
+    assert solve(graph, 1419, time_limit_s=20, any_order=True).status is not Status.FEASIBLE
+    assert left and left[0] > 15
+
+
 @cache
 def annealed_elsewhere() -> tuple[Graph, int, Plan]:
     """A graph, a budget, and what annealing finds for it, in another order."""

@@ -317,6 +317,8 @@ def test_of_a_plan_in_another_order_the_bound_of_any_order_is_told(tmp_path: Pat
     assert [(row["time_ns"], row["bound_ns"], row["status"]) for row in settled] == [(10, 10, "OPTIMAL")] * 2
     assert settled[1]["notes"]["order_bound_ns"] == 15 and settled[1]["notes"]["order"] == rows[0]["notes"]["order"]
     assert settle(settled) == settled
+    online = row_of(graph, cells(graph, [25], "online:lru")[0])
+    assert settle([*rows, online])[-1]["bound_ns"] == 15  # it keeps to graph order
     save_graph(graph, tmp_path / "g.json")
     assert main(["sweep", str(tmp_path / "g.json"), "--budget", "20", "--budget", "25", "--rule", "lru"]) == 0
     assert re.findall(r"\d+ B +(\S+) +(\S+)", capsys.readouterr().out) == [("0.00%", "0.00%")] * 2

@@ -105,10 +105,11 @@ class Body(nn.Module):
             )
         if isinstance(output, Mapping):
             output = output.get("loss", output)
-        elif not isinstance(output, Tensor) and hasattr(output, "loss"):  # a named tuple, too
-            output = output.loss
         elif isinstance(output, tuple | list) and output:
-            output = output[0]
+            named = getattr(output, "loss", None)  # of a named tuple
+            output = named if isinstance(named, Tensor) else output[0]
+        elif not isinstance(output, Tensor):
+            output = getattr(output, "loss", output)
         return _scalar(output, type(self.model).__name__)
 
 

@@ -119,8 +119,10 @@ def solve(
     try:
         has_more = _run_for_a_share(search, start)
         _go_on(search)
-        if has_more and search.best is not None and not search.elsewhere:
+        if has_more and not search.elsewhere:
             _search_on(search)
+        if has_more and not search.closed_in_any_order():
+            search.notes.setdefault("stopped", "time limit")
         if "infeasible" not in search.notes:
             prove_in_any_order(search, search.events)
         search.take_last()
@@ -170,8 +172,15 @@ def _run(search: StageSearch, start: Schedule | None) -> None:
 
 
 def _run_for_a_share(search: StageSearch, start: Schedule | None) -> bool:
-    """The method, in a training step for a share of the time where any order will do; whether that has ended it."""
-    if not (search.any_order and search.trained):
+    """The method, for a share of the time in a training step where any order will do and walks find a schedule; whether that has
+    ended it."""
+    if search.any_order and search.trained and not search.hopeless():
+        search.offer(keep_all(search.graph), "keep all")
+        if start is not None:
+            search.offer(start, "start")
+        if not search.done():
+            search.begin_walks(search.deadline)
+    if not (search.any_order and search.trained) or search.best is None or search.done():
         _run(search, start)
         return False
     deadline = search.deadline
@@ -184,7 +193,6 @@ def _run_for_a_share(search: StageSearch, start: Schedule | None) -> bool:
         return False
     del search.notes["stopped"]
     search.tell_cut_short(True)
-    _elsewhere(search)
     return True
 
 
