@@ -155,32 +155,35 @@ def solve(
 
 def _run(search: StageSearch, start: Schedule | None) -> None:
     """The method, step by step."""
-    graph = search.graph
-    if search.hopeless():
+    if not _begin(search, start):
         return
-    search.offer(keep_all(graph), "keep all")
-    if start is not None:
-        search.offer(start, "start")
-    if search.any_order and not search.trained and not search.done():
+    if search.any_order and not search.trained:
         _reorder(search, ORDERS_SHARE, anew=True)
     if search.done():
         return
     if _rounds(search):
-        has_last_word = search.exhaustive_keeps_up or len(graph.ops) <= FEW_OPS
+        has_last_word = search.exhaustive_keeps_up or len(search.graph.ops) <= FEW_OPS
         if not (has_last_word and _exhaust(search, MOST_LOOKS, search.gap)):
             _search_on(search)
+
+
+def _begin(search: StageSearch, start: Schedule | None) -> bool:
+    """Offer what is there without a search; whether one is needed, and may find something."""
+    if search.hopeless():
+        return False
+    search.offer(keep_all(search.graph), "keep all")
+    if start is not None:
+        search.offer(start, "start")
+    return not search.done()
 
 
 def _run_for_a_share(search: StageSearch, start: Schedule | None) -> bool:
     """The method, for a share of the time in a training step where any order will do and walks find a schedule; whether that has
     ended it."""
-    if search.any_order and search.trained and not search.hopeless():
-        search.offer(keep_all(search.graph), "keep all")
-        if start is not None:
-            search.offer(start, "start")
-        if not search.done():
-            search.begin_walks(search.deadline)
-    if not (search.any_order and search.trained) or search.best is None or search.done():
+    is_shared = search.any_order and search.trained
+    if is_shared and _begin(search, start):
+        search.begin_walks(search.deadline)
+    if not is_shared or search.best is None or search.done():
         _run(search, start)
         return False
     deadline = search.deadline
