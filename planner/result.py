@@ -365,9 +365,12 @@ def _told_as_damage(path: str | os.PathLike[str]) -> Iterator[None]:
 
 def _check_kinds(entries: dict[str, Any], kinds: Mapping[str, Any]) -> None:
     for key, kind in kinds.items():
-        too_large = key.endswith("_ns") and isinstance(entries[key], int) and abs(entries[key]) > LARGEST_NS
-        if not isinstance(entries[key], kind) or isinstance(entries[key], bool) or too_large:
-            raise TypeError(f"its entry {key!r} is {quoted(entries[key])}")
+        entry = entries[key]
+        right = isinstance(entry, kind) and not isinstance(entry, bool)
+        if right and isinstance(entry, int | float) and key.endswith(("_bytes", "_ns", "_s")):
+            right = entry >= 0 and not (key.endswith("_ns") and entry > LARGEST_NS)
+        if not right:
+            raise TypeError(f"its entry {key!r} is {quoted(entry)}")
 
 
 def _checked(content: dict[str, Any]) -> tuple[Status, Schedule | None]:
@@ -379,6 +382,8 @@ def _checked(content: dict[str, Any]) -> tuple[Status, Schedule | None]:
     status, schedule = Status(content["status"]), content["schedule"]
     if (schedule is None) != (status in (Status.INFEASIBLE, Status.UNKNOWN)):
         raise ValueError(f"status {status} {'without' if schedule is None else 'with'} a schedule")
+    if status is Status.OPTIMAL and content["bound_ns"] is None:
+        raise ValueError(f"status {status} without a bound")
     return status, None if schedule is None else from_json(schedule)
 
 

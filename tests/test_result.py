@@ -158,7 +158,10 @@ def test_a_plan_for_another_graph_is_refused(chain_2: Graph, tmp_path: Path) -> 
         ("budget_bytes", "4", "its entry 'budget_bytes' is '4'"),
         ("budget_bytes", None, "its entry 'budget_bytes' is None"),
         ("bound_ns", 6, "its bound of 6 ns is above its time of 5 ns"),
+        ("budget_bytes", -4, "its entry 'budget_bytes' is -4"),
         ("bound_ns", 4.5, "its entry 'bound_ns' is 4.5"),
+        ("bound_ns", -1, "its entry 'bound_ns' is -1"),
+        ("bound_ns", None, "status OPTIMAL without a bound"),
         ("bound_ns", 10**400, r"its entry 'bound_ns' is 10{76}\.\.\.$"),
         ("restricted_bound_ns", 10**400, r"its entry 'restricted_bound_ns' is 10{76}\.\.\.$"),
         ("restricted_bound_ns", True, "its entry 'restricted_bound_ns' is True"),
@@ -168,6 +171,7 @@ def test_a_plan_for_another_graph_is_refused(chain_2: Graph, tmp_path: Path) -> 
         ("method", None, "its entry 'method' is None"),
         ("seed", "x", "its entry 'seed' is 'x'"),
         ("wall_s", "long", "its entry 'wall_s' is 'long'"),
+        ("wall_s", -5.0, "its entry 'wall_s' is -5.0"),
         ("notes", [], r"its entry 'notes' is \[\]"),
     ],
 )
