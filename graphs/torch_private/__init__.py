@@ -5,6 +5,7 @@ tensors      tensors and their storages: identity, memory, content, what they st
 stand_ins    fake tensors, and the calls a trace makes on them
 kernels      which kernels and which derivatives an operator has
 running      what runs in this thread, and what is to be done around it
+compiling    who asks whether it is being compiled, and who is told so
 joint        forward, loss and backward traced as one graph
 partitioned  what torch.compile hands to a backend, compiled in two parts
 patching     other attributes of classes and modules for a while

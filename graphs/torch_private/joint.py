@@ -186,18 +186,6 @@ def _drop_tangents_of_changes(graph: fx.Graph) -> None:
 
 
 @contextlib.contextmanager
-def as_if_compiling() -> Iterator[None]:
-    """Make ``torch.compiler.is_compiling()`` true. Checks of data that libraries then leave to the compiler
-    (``torch._check_tensor_all``) become operators, which check at run time."""
-
-    def check_when_run(error: type[Exception], condition: Tensor, message: Callable[[], object] | None = None) -> None:
-        torch._assert_async(condition.all(), "a check of data failed" if message is None else str(message()))
-
-    with patched(torch.compiler, "_is_compiling_flag", True), patched(torch, "_check_tensor_all_with", check_when_run):
-        yield
-
-
-@contextlib.contextmanager
 def selective_checkpoints_off() -> Iterator[None]:
     """Let selective checkpoints keep nothing on the side: a trace has everything, and a plan chooses what is kept."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import traceback
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -70,10 +70,12 @@ class Answers(Constants):  # type: ignore[no-untyped-call]
     values of parameters stays unknown otherwise.
     """
 
-    def __init__(self, examples: Iterable[tuple[Tensor, Tensor]], integers: KnownFor) -> None:
+    def __init__(self, examples: Iterable[tuple[Tensor, Tensor]], integers: KnownFor, is_left: Callable[[], bool]) -> None:
         """``examples``: stand-ins, each with the tensor of the example that it stands for. ``integers``: for which calls their
-        integers and truth values are known; other numbers differ in each batch, and only tell which guesses are useless."""
+        integers and truth values are known; other numbers differ in each batch, and only tell which guesses are useless.
+        ``is_left``: whether a question is better not answered where it is asked now."""
         super().__init__()
+        self._is_left = is_left
         self._not_always: MutableMapping[Tensor, KnownFor] = WeakIdKeyDictionary()
         self._integers = 0  # that were asked for
         # By the content of a mask, until it is written to. Only indexing sees these places, so nothing writes to them.
@@ -184,9 +186,11 @@ class Answers(Constants):  # type: ignore[no-untyped-call]
         return True
 
     def _few(self, answers: Sequence[int]) -> bool:
-        """Whether no more integers than sizes were asked for, with these answers, and operators can take them."""
+        """Whether no more integers than sizes were asked for, with these answers, operators can take them, and they are given."""
         self._integers += sum(type(answer) is int for answer in answers)
-        return self._integers <= self.MOST_INTEGERS and all(-(2**63) <= answer < 2**63 for answer in answers)
+        return (
+            self._integers <= self.MOST_INTEGERS and all(-(2**63) <= answer < 2**63 for answer in answers) and not self._is_left()
+        )
 
     def _ask(self, tensor: Tensor, answer: Sequence[int], known_for: KnownFor) -> None:
         """Have each run compare the answer."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import traceback
 from collections.abc import Sequence
@@ -11,6 +10,7 @@ from pathlib import Path
 import torch
 
 from graphs.errors import CaptureError
+from graphs.torch_private.compiling import is_of_the_model
 from graphs.torch_private.names import (
     DATA_DEPENDENT,
     LOOKS_FOR_CAUSAL,
@@ -111,10 +111,7 @@ def place_among(frames: Sequence[traceback.FrameSummary]) -> str:
 
 def innermost(frames: Sequence[traceback.FrameSummary]) -> traceback.FrameSummary | None:
     """The innermost of these frames that is in the model or its libraries."""
-    graphs = Path(__file__).parents[1]
-    ours = (Path(torch.__file__).parent, graphs, graphs.with_name("planner"))
-    start = (*(f"{room}{os.sep}" for room in ours), "<frozen")  # torchvision is not torch; the last are imports
-    others = (frame for frame in reversed(frames) if not frame.filename.startswith(start))
+    others = (frame for frame in reversed(frames) if is_of_the_model(frame.filename))
     return next(others, None)
 
 

@@ -6,7 +6,8 @@ import contextlib
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from types import CodeType
 from typing import Any, cast
 
 import torch
@@ -25,7 +26,8 @@ from graphs.as_eager.written import writes_laid_out
 from graphs.errors import CaptureError
 from graphs.rewriting.nodes import calls_foreign
 from graphs.rewriting.rewrites import read_sources_directly
-from graphs.torch_private.joint import Joint, as_if_compiling, selective_checkpoints_off, trace_joint
+from graphs.torch_private.compiling import as_if_compiling, is_to_be_told, next_to_tell, told_to_compile
+from graphs.torch_private.joint import Joint, selective_checkpoints_off, trace_joint
 from graphs.torch_private.kernels import attention_as_eager
 from graphs.torch_private.names import DATA_DEPENDENT, FakeTensor, FunctionalTensor, TreeSpec, tree_unflatten
 from graphs.torch_private.patching import patched
@@ -62,35 +64,80 @@ def trace(
     ``graphs.watching``). Raises CaptureError.
     """
     attempts = _Attempts(name, body, state, leaves, spec, where, autocast)
-    # As if compiling, libraries leave out shortcuts for which they look at data, and kernels whose fakes refuse what they take.
-    # Answered data comes last: a step that asks nothing is for every batch, one that asks what only the example answers for few.
-    plain: Callable[[], Beside] = contextlib.nullcontext
-    assumed = functools.partial(attempts.answers, KnownFor.THE_EXAMPLE)
-    like_example = functools.partial(attempts.answers, KnownFor.LIKE_EXAMPLE)
-    failed: Exception | None = None
-    for beside, region in (
-        (plain, plain),
-        (Constants, plain),
-        (Constants, as_if_compiling),
-        (assumed, plain),
-        (assumed, as_if_compiling),
-        (like_example, as_if_compiling),
-        (like_example, plain),
-    ):
-        asks = failed is None or isinstance(failed, DATA_DEPENDENT)
-        if not asks and (beside is not Constants or region is not as_if_compiling):
-            continue
+    ways = _Ways(attempts)
+    for beside, told in ways:
         try:
-            with region():
+            with as_if_compiling() if told is None else told_to_compile(told, ways.asking):
                 return *attempts.once(beside), frozenset(attempts.differentiated)
         except Exception as error:
-            if asks and isinstance(error, CaptureError):
-                raise
-            told = isinstance(error, DATA_DEPENDENT) or leaves_torch(error) or (beside, region) == (Constants, plain)
-            if failed is None or (asks and told):
-                failed = error
-    assert failed is not None
-    raise refusal(name, failed) from failed
+            ways.note(error)
+    assert ways.failed is not None
+    raise refusal(name, ways.failed) from ways.failed
+
+
+class _Ways:
+    """Ways to trace, one after the other: what is known of the data, and which functions are told that they are compiled.
+
+    Those that are leave out checks and shortcuts for which they look at data, and kernels whose fakes refuse what they take.
+    Answered data comes last: a step that asks nothing is for every batch, one that asks what only the example answers for few.
+    """
+
+    def __init__(self, attempts: _Attempts) -> None:
+        self.failed: Exception | None = None  # what to tell where all have failed
+        self.asking: set[CodeType] = set()  # functions that ask whether they are compiled
+        self._attempts = attempts
+        self._told: set[CodeType] = set()
+        self._next: CodeType | None = None  # who is to be told after the latest failure
+        self._has_left = False  # whether a question has been left to such a function
+        self._is_constant = False  # whether that was with constants known and nobody told
+
+    def __iter__(self) -> Iterator[tuple[Callable[[], Beside], Collection[CodeType] | None]]:
+        """What is around the calls of an attempt, and whom to tell; None: everybody."""
+        answers = self._attempts.answers
+        assumed = functools.partial(answers, KnownFor.THE_EXAMPLE)
+        yield contextlib.nullcontext, ()
+        self._is_constant = True
+        yield Constants, ()
+        self._is_constant = False
+        yield from self._telling(Constants)
+        if not self._is_of_data:  # and whoever knows another way has to be told, wherever that is
+            yield Constants, None
+            return
+        yield assumed, ()
+        if self._told:
+            yield assumed, self._told
+        yield from self._telling(assumed)
+        leaving = functools.partial(answers, KnownFor.LIKE_EXAMPLE, self._is_left)
+        yield leaving, self._told
+        yield from self._telling(leaving)
+        if self._told or self._has_left:
+            yield functools.partial(answers, KnownFor.LIKE_EXAMPLE), ()
+
+    def note(self, error: Exception) -> None:
+        """Take in how the latest attempt failed. Raises where no other will do."""
+        if self._is_of_data and isinstance(error, CaptureError):
+            raise error
+        says_more = isinstance(error, DATA_DEPENDENT) or leaves_torch(error) or self._is_constant
+        if self.failed is None or (self._is_of_data and says_more):
+            self.failed = error
+        self._next = next_to_tell(error, self.asking, self._told)
+
+    @property
+    def _is_of_data(self) -> bool:
+        """Whether attempts have failed at data that the model asks for."""
+        return self.failed is None or isinstance(self.failed, DATA_DEPENDENT)
+
+    def _is_left(self) -> bool:
+        """Whether a question is left to a function that asks less where it is told that it is compiled."""
+        is_left = is_to_be_told(self.asking, self._told)
+        self._has_left |= is_left
+        return is_left
+
+    def _telling(self, beside: Callable[[], Beside]) -> Iterator[tuple[Callable[[], Beside], Collection[CodeType]]]:
+        """Tell one function more after each failure, for as long as there is one."""
+        while self._next is not None:
+            self._told.add(self._next)
+            yield beside, self._told
 
 
 class _OthersDifferentiated(Exception):
@@ -132,9 +179,9 @@ class _Attempts:
         self._knowing: Callable[[], Beside] = contextlib.nullcontext
         self._beside: Beside = contextlib.nullcontext()  # that of the latest call
 
-    def answers(self, integers: KnownFor) -> Answers:
+    def answers(self, integers: KnownFor, is_left: Callable[[], bool] = lambda: False) -> Answers:
         """Around a call: the model may branch on its data. ``integers``: for which calls those of the example are known."""
-        return Answers(self._examples, integers)
+        return Answers(self._examples, integers, is_left)
 
     def _sizes_in(self, tensor: Tensor) -> Tensor | None:
         """What is in a tensor of a few sizes; None where that is not known."""

@@ -1,0 +1,97 @@
+"""Who asks torch whether it is being compiled, and who is told so. [torch]
+
+Libraries leave checks and shortcuts that look at data to eager execution: ``if not is_compiling() and mask.all()``.
+Told everybody, the same answer may choose another computation somewhere else. So only those functions are told so in which a
+trace has failed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import sys
+import traceback
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import graphs
+from graphs.torch_private.patching import patched
+
+_ROOM = Path(graphs.__file__).parent
+# torchvision is not torch; the last are imports
+_OURS = (*(f"{room}{os.sep}" for room in (Path(torch.__file__).parent, _ROOM, _ROOM.with_name("planner"))), "<frozen")
+_PASSES_ON = re.compile("compiling|exporting|tracing|dynamo")  # what functions are called that only ask for others
+
+
+def is_of_the_model(filename: str) -> bool:
+    """Whether code in this file is of the model or its libraries, not torch's or ours."""
+    return not filename.startswith(_OURS)
+
+
+@contextlib.contextmanager
+def told_to_compile(told: Collection[CodeType], asking: set[CodeType]) -> Iterator[None]:
+    """Make ``torch.compiler.is_compiling()`` true for the functions that are ``told`` so, and note all those that ask.
+
+    Checks of data that they then leave to the compiler (``torch._check_tensor_all``) become operators, which check at run time.
+    """
+    is_compiling: Callable[[], bool] = torch.compiler.is_compiling
+    check: Any = torch._check_tensor_all_with
+
+    def is_told() -> bool:
+        code = _asking(sys._getframe(2))
+        if code is not None:
+            asking.add(code)
+        return code in told
+
+    def is_compiling_for_some() -> bool:
+        return is_told() or is_compiling()
+
+    def check_when_run(error: type[Exception], condition: Tensor, message: Callable[[], object] | None = None) -> None:
+        if is_told():
+            _check_when_run(error, condition, message)
+        else:
+            check(error, condition, message)
+
+    with patched(torch.compiler, "is_compiling", is_compiling_for_some), patched(torch, "_check_tensor_all_with", check_when_run):
+        yield
+
+
+@contextlib.contextmanager
+def as_if_compiling() -> Iterator[None]:
+    """The same for everybody, threads of others among them."""
+    with patched(torch.compiler, "_is_compiling_flag", True), patched(torch, "_check_tensor_all_with", _check_when_run):
+        yield
+
+
+def next_to_tell(error: BaseException, asking: Collection[CodeType], told: Collection[CodeType]) -> CodeType | None:
+    """Of the functions in which an error was raised, the innermost that asks and is not told."""
+    found = None
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_code in asking and frame.f_code not in told:
+            found = frame.f_code
+    return found
+
+
+def is_to_be_told(asking: Collection[CodeType], told: Collection[CodeType]) -> bool:
+    """Whether this is called in a function that asks and is not told."""
+    return any(frame.f_code in asking and frame.f_code not in told for frame, _ in traceback.walk_stack(None))
+
+
+def _asking(frame: FrameType | None) -> CodeType | None:
+    """The function of the model or its libraries that asks, not the ones that it asks by."""
+    while frame is not None:
+        code = frame.f_code
+        if is_of_the_model(code.co_filename) and not _PASSES_ON.search(code.co_name):
+            return code
+        frame = frame.f_back
+    return None
+
+
+def _check_when_run(error: type[Exception], condition: Tensor, message: Callable[[], object] | None = None) -> None:
+    torch._assert_async(condition.all(), "a check of data failed" if message is None else str(message()))
