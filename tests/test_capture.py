@@ -1743,7 +1743,7 @@ REFUSED: dict[str, tuple[Callable[[], Step], str]] = {
     ),
     "layers dropped at random": (
         lambda: capture(Lambda(lambda m, x: square(m.linear(x) if torch.rand([]) < 0.5 else x)), x8),
-        "branches on data",
+        r"branches on data.*set the probability \(layerdrop\) to 0",
     ),
     "draws read as other numbers": (
         lambda: capture(Lambda(lambda m, x: square(m.linear(x) if (torch.rand(4).view(torch.int32) >= 1).any() else x)), x8),

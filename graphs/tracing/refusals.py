@@ -42,6 +42,11 @@ def refusal(name: str, error: Exception) -> CaptureError:
             )
         elif re.search(r":\d+: assert\b", _place(error)):
             remedy = "that is a check of numbers: let it compare tensors, as in assert (x > 0).all(), or leave it out"
+        elif re.search(r"layer_?drop|dropout_prob|\brand\(", _place(error)):
+            remedy = (
+                "where that leaves layers out by chance, each step has another graph: set the probability (layerdrop) to 0, or "
+                "train without a plan, in a block of online.budget"
+            )
         else:
             remedy = (
                 "rewrite that part with torch.where or masks of fixed shape, or train without a plan, in a block of online.budget"
