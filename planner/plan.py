@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
 from numbers import Integral
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from graphs.devices import DEVICES
@@ -38,6 +39,7 @@ METHOD = "cutting_stages"
 COSTS = ("auto", "roofline", "measured")
 MOST = 2**62  # bytes, or ns, of a graph in all
 MESSAGE_S, MESSAGE_SHARE = 10.0, 0.05  # at most, to find out what an error message says; share of the time limit beyond it
+LATE_SHARE, LAST_S = 0.08, 0.5  # of the time limit, at least, to make a plan fit its halves; and for the smallest budget known
 _KINDS: dict[str, type] = {"bool": bool, "int": int, "str": str}  # of options, by their annotation
 
 
@@ -69,7 +71,7 @@ def plan(
                   ``graphs.devices.DEVICES``) for its roofline
     gap           stop when (time - bound) / time is at most this
     time_limit_s  stop after this long with the best found so far; where a step's plan must be made to fit its two halves
-                  (``Plan.module``), up to half as long again
+                  (``Plan.module``), up to a tenth more
     start         a schedule to start from, say the one of an online run
     progress      called while solving (see the method; default: a line on a terminal, with plan, bound and gap so far)
     options       further options of the method
@@ -190,10 +192,11 @@ def solve_halves(
     loss and new buffers, is there when the backward begins, stays from when it is first made, and fits in the budget.
 
     Most schedules are so, or become so without a byte more. One that drops the loss or a new buffer, to make it again in the
-    backward with the rest of its op, may not; then the rest of the time (at least a quarter of the limit) goes into the graph in
-    which they count throughout. What was proved without that stays proved. Where that finds nothing, the smallest schedule
-    known is tried (found within another quarter of the limit). Should it be too large, the plan is ``solve``'s own: one that runs
-    as one piece, without a module. Its notes say so (``halves``), and how many bytes are known to be enough (``halves_bytes``).
+    backward with the rest of its op, may not; then the rest of the time (at least a twelfth of the limit) goes into the graph in
+    which they count throughout, from that schedule on. What was proved without that stays proved. Where that finds nothing, the
+    smallest schedule known is tried (found within half a second at least). Should it be too large, the plan is ``solve``'s own:
+    one that runs as one piece, without a module. Its notes say so (``halves``), and how many bytes are known to be enough
+    (``halves_bytes``).
 
     copied_bytes  needed beside the schedule in the second half, see ``planner.execution.halves.copied_bytes``; None: it runs as
                   one piece
@@ -207,8 +210,12 @@ def solve_halves(
         tried = []
         if options.get("start") is not None:
             tried = [in_halves(graph, tuple(options["start"]), copied_bytes)]
-            options["start"] = tried[0][0] if tried[0][1] is not None else None  # a backward that begins too early is of no use
-        left_s = max(time_limit_s - wall_s, time_limit_s / 4)
+        if method == METHOD:  # what is a little too large is made to fit; a backward that begins too early is of no use
+            in_hand = [(bytes_, held) for held, bytes_ in (*tried, (schedule, needs_bytes)) if bytes_ is not None]
+            options["start"] = min(in_hand, key=itemgetter(0))[1] if in_hand else None
+        elif tried:
+            options["start"] = tried[0][0] if tried[0][1] is not None else None
+        left_s = max(time_limit_s - wall_s, LATE_SHARE * time_limit_s)
         kept = with_early_kept(graph, copied_bytes)
         again = solve(kept, budget_bytes, method=method, gap=gap, time_limit_s=left_s, **options)
         wall_s += again.wall_s
@@ -219,7 +226,8 @@ def solve_halves(
         if not fitting:
             began = now_s()
             interrupted = again.interrupted
-            enough_bytes, smallest = _smallest(graph, 0.0 if interrupted else time_limit_s / 4, copied_bytes)
+            left_s = max(LAST_S, (1 + LATE_SHARE) * time_limit_s - wall_s)
+            enough_bytes, smallest = _smallest(graph, 0.0 if interrupted else left_s, copied_bytes)
             wall_s += now_s() - began
             if enough_bytes > budget_bytes or method != METHOD:  # a published method's plan is what that method finds
                 halves = (

@@ -27,13 +27,15 @@ from planner.least.pebbling import fitting, least_peak
 from planner.least.smallest import smallest_known
 from planner.methods import cutting_stages
 from planner.plan import with_costs
-from planner.schedule import computes, first_runs, with_frees
+from planner.process.clock import now_s
+from planner.schedule import Schedule, computes, first_runs, with_frees
 from planner.solvers import pseudo_boolean
 from planner.solvers.milp import Answer, Milp, Outcome
 from planner.stages import first_schedules, mending, order_search
 from planner.stages import search as stage_search
 from planner.stages import solving as stage_solving
 from planner.stages.block_chain import BlockSchedule
+from planner.stages.events import tightest
 from planner.stages.exhaustive import cheapest
 from planner.stages.first_schedules import try_blocks
 from planner.stages.model import Event, stage_model, walk, with_end
@@ -966,10 +968,11 @@ def test_a_coarser_graph_is_asked_only_where_something_may_fit_in_order(in_order
     monkeypatch.setattr(cutting_stages, "prove_least", lambda _: None)
     monkeypatch.setattr(cutting_stages, "_solve_coarser", lambda *_: asked.append("coarser graph"))
     monkeypatch.setattr(cutting_stages, "try_halves", lambda *_: asked.append("halves"))
+    monkeypatch.setattr(cutting_stages, "_change_until_one_fits", lambda *_: asked.append("changes"))
     monkeypatch.setattr(cutting_stages, "pebble", lambda *_: asked.append("pebbling"))
     search.time_ns = None
     assert cutting_stages._scrape(search, in_order=in_order)
-    assert asked == ([*["coarser graph"] * in_order, "halves", "pebbling"])
+    assert asked == ["halves", *["coarser graph", "changes"] * in_order, "pebbling"]
 
 
 def test_blocks_in_another_order_count_where_nothing_else_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1060,6 +1063,71 @@ def test_walks_follow_smaller_budgets_until_that_is_of_no_use(monkeypatch: pytes
     budget_bytes = int(0.7 * simulate(graph, keep_all(graph)).peak_bytes)
     solve(graph, budget_bytes, gap=0.0, time_limit_s=20)
     assert asked == [int(share * budget_bytes) for share in first_schedules.SHRINK[: first_schedules.IDLE_GUIDES]]
+
+
+def test_a_guide_takes_no_longer_than_guides_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model of an unrolled network of 1,400 ops took all of the time there was, with nothing to show for it."""
+    limits_s: list[float] = []
+
+    def minimise(milp: Milp, *, time_limit_s: float, **_: Any) -> Answer:
+        limits_s.append(time_limit_s)
+        return Answer(Outcome.STOPPED, None, math.inf, -math.inf)
+
+    monkeypatch.setattr(Milp, "minimise", minimise)
+    search = walking()
+    first_schedules.follow_guides(search, with_end(search.graph), tightest(search.graph), now_s() + 2.0)
+    assert len(limits_s) == 1 and 0 < limits_s[0] <= 2.0 < search.left_s
+
+
+@pytest.mark.parametrize(("seed", "budget_bytes"), [(3, 975), (7, 1069)])
+def test_walks_that_get_stuck_are_changed_until_one_fits(seed: int, budget_bytes: int) -> None:
+    graph = random_training(20 if seed == 3 else 30, seed)
+    search = StageSearch(graph, budget_bytes, gap=0.0, time_limit_s=60.0, seed=0)
+    search.begin_walks(search.deadline)
+    assert search.best is None
+    cutting_stages._change_until_one_fits(search)
+    assert search.time_ns is not None and search.notes["found_by"] == "list walk"
+    assert "cut_short" not in search.notes
+
+
+def test_where_no_walk_fits_changes_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = random_training(12, 0)
+    search = StageSearch(graph, least_bytes(graph) - 1, gap=0.0, time_limit_s=600.0, seed=0)
+    search.begin_walks(search.deadline)
+    changes: list[int] = []
+    monkeypatch.setattr(type(search.walks), "improve", lambda _, work, deadline: changes.append(work))
+    cutting_stages._change_until_one_fits(search)
+    assert search.best is None and sum(changes) == cutting_stages.FIT_WORK
+
+
+def test_a_start_that_exceeds_the_budget_is_made_to_fit() -> None:
+    graph = random_training(12, 0)
+    start = keep_all(graph)
+    search = StageSearch(graph, int(0.8 * simulate(graph, start).peak_bytes), gap=0.0, time_limit_s=60.0, seed=0)
+    assert cutting_stages._begin(search, start)
+    assert search.time_ns is not None and search.notes["found_by"] == "list walk" and not search.begun
+
+
+def test_graph_order_is_come_back_to_where_another_is_no_better(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 60 s, five had gone into the order of a schedule in two passes, and the rest into nothing."""
+    graph = random_training(12, 0)
+    ran: list[bool] = []
+
+    def run(search: StageSearch, start: Schedule | None) -> None:
+        assert start is None and not search.leaves and search.passes is None
+        search.pass_again()
+        cutting_stages._by_all_means(search)
+        ran.append(search.passes is None)
+
+    def leave(search: StageSearch, start: Schedule | None) -> bool:
+        search.leaves = True
+        return False
+
+    monkeypatch.setattr(cutting_stages, "_run_for_a_share", leave)
+    monkeypatch.setattr(cutting_stages, "_go_on", lambda search: None)
+    monkeypatch.setattr(cutting_stages, "_run", run)
+    solve(graph, int(0.8 * simulate(graph, keep_all(graph)).peak_bytes), gap=0.0, time_limit_s=20)
+    assert ran == [True]
 
 
 def without_backward(nested: bool) -> StageSearch:

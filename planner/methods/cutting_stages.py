@@ -71,6 +71,9 @@ ANNEAL_SHARE, ORDERS_SHARE, OWN_SHARE = 0.4, 0.75, 0.5
 PASSES_SHARE, PASSES_ORDER_SHARE, PASSES_WORK, PASSES_WIN = 0.1, 0.3, 600_000, 0.8
 # Of the time left, for first list walks without a backward pass; in training steps for the next ones where those fit nothing.
 WALKS_SHARE, GUIDES_SHARE = 0.2, 0.3
+# Changes of walks that do not fit, in search of one that does: ops run in all at least, and as many times the graph; between two
+# looks at what came of it, and once one fits; by which share of the overhead it then has to fall; and the share of the time left.
+FIT_WORK, FIT_TIMES, FIT_TURN, FITS_TURN, FITS_BETTER, FIT_SHARE = 400_000, 1_500, 100_000, 300_000, 0.02, 0.5
 # While the bound is far away: how many ops of list walks take as long as the first look for schedules, the same where none fits
 # so far, a coarser graph, and any other turn; and how many are run in that one along the last solution, and along others.
 FIRST_WORK, SCRAPE_WORK, COARSER_WORK, TURN_WORK, TURN_WALKS = 1_800_000, 4_000_000, 2_000_000, 1_800_000, 300_000
@@ -102,7 +105,8 @@ def solve(
 
     gap           stop when (time - bound) / time is at most this; small graphs are solved more exactly where that is cheap
     time_limit_s  stop after this long; Ctrl-C stops at once. Either way the best schedule and bound so far are returned
-    start         a schedule to begin with; its order of first executions may be another
+    start         a schedule to begin with; its order of first executions may be another, and where it exceeds the budget, walks
+                  along it are to begin with
     any_order     search among all orders of first executions too, in graphs without a backward pass first; without, a schedule
                   in another order is taken only where it is the start, none in graph order is known, or one in several passes is
                   much cheaper than those. From one that is taken the search goes on, through other orders too
@@ -119,6 +123,8 @@ def solve(
     try:
         has_more = _run_for_a_share(search, start)
         _go_on(search)
+        if search.leaves and not search.exhausted():
+            _come_back(search)
         if has_more and not search.elsewhere:
             _search_on(search)
         if has_more and not search.closed_in_any_order():
@@ -174,6 +180,8 @@ def _begin(search: StageSearch, start: Schedule | None) -> bool:
     search.offer(keep_all(search.graph), "keep all")
     if start is not None:
         search.offer(start, "start")
+        if search.best is None:
+            search.follow(put_in_graph_order(search.graph, computes(start)))
     return not search.done()
 
 
@@ -234,6 +242,13 @@ def _go_on(search: StageSearch) -> None:
             _reorder(search, ORDERS_SHARE)
         if search.time_ns == before_ns:
             break
+
+
+def _come_back(search: StageSearch) -> None:
+    """Search in graph order after all, where its own order leaves a schedule in several passes no better and there is time."""
+    search.leaves, search.passes, search.passed = False, None, True
+    if not search.done():
+        _run(search, None)
 
 
 def _solve_in(search: StageSearch, start: Schedule, time_limit_s: float) -> None:
@@ -528,7 +543,7 @@ def _by_all_means(search: StageSearch) -> None:
     """Look for better schedules where the best one is far from the bound, and for any where there is none."""
     if search.trained and (search.best is None or search.is_far):
         search.pass_again()
-        if not search.nested and not search.done():
+        if not (search.nested or search.passed or search.done()):
             _walk_in_passes(search)
     if search.is_far:
         if search.trained:
@@ -616,17 +631,36 @@ def _scrape(search: StageSearch, *, in_order: bool) -> bool:
         return False
     if not search.trained:
         _elsewhere(search)
+    if search.time_ns is None and not search.done():
+        try_halves(search)
     if in_order and search.is_poor and not search.done():
         _solve_coarser(search, HALF)
     if search.time_ns is None and not search.done() and repeats(search.graph):
         try_blocks(search)
-    if search.time_ns is None and not search.done():
-        try_halves(search)
+    if search.time_ns is None and search.trained and in_order and not search.nested:
+        _change_until_one_fits(search)
     if search.time_ns is None:
         pebble(search, least)
     elif search.is_poor:
         try_blocks(search, scarce=True)
     return "infeasible" not in search.notes
+
+
+def _change_until_one_fits(search: StageSearch) -> None:
+    """Change list walks that get stuck, those that got furthest first, until one comes to its end; and then while it gets cheaper
+    fast."""
+    until = now_s() + FIT_SHARE * search.left_s
+    work = max(FIT_WORK, FIT_TIMES * len(search.graph.ops))
+    while math.isinf(search.walks.time_ns) and work > 0 and now_s() < until:
+        search.walks.improve(FIT_TURN, deadline=until)
+        work -= FIT_TURN
+    falls = not math.isinf(search.walks.time_ns)
+    while falls and now_s() < until:
+        before_ns = search.walks.time_ns
+        search.walks.improve(FITS_TURN, deadline=until)
+        falls = before_ns - search.walks.time_ns > FITS_BETTER * (before_ns - search.base)
+    search.tell_cut_short(now_s() >= until)
+    search.take_walk()
 
 
 def _is_only_order(graph: Graph) -> bool:

@@ -164,14 +164,14 @@ def _from_smallest(search: StageSearch) -> None:
 def follow_guides(search: StageSearch, closed_graph: Graph, event: Event, until: float) -> None:
     """Early schedules: list walks along what one-event MILPs at shrunk budgets would do, until some in a row are no better.
 
-    None begins after ``until``.
+    None takes longer than ``until``.
     """
     idle = 0
     for share in SHRINK:
         before_ns = search.time_ns
         model = stage_model(closed_graph, int(share * search.budget_bytes), [event])
         answer = model.milp.minimise(
-            time_limit_s=search.left_s, gap=0.002 * search.base / model.unit_ns, node_limit=50, seed=search.seed
+            time_limit_s=max(0.0, until - now_s()), gap=0.002 * search.base / model.unit_ns, node_limit=50, seed=search.seed
         )
         if answer.values is None or search.done() or now_s() >= until:
             return

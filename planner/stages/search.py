@@ -47,6 +47,7 @@ class StageSearch(Incumbent):
     # Walks from a schedule in several passes, in an order of their own, and that order.
     passes: tuple[WalkSearch, list[int]] | None = field(default=None, init=False)
     leaves: bool = field(default=False, init=False)  # whether all is left that has to do with graph order
+    passed: bool = field(default=False, init=False)  # whether passes have led to no better order than the graph's
     coarsened: bool = field(default=False, init=False)  # whether a coarser graph has been solved
     annealings: int = field(default=0, init=False)  # how many there have been, each with a seed of its own
     looks: int = field(default=0, init=False)  # nodes that A* may have looked at so far
