@@ -39,7 +39,7 @@ METHOD = "cutting_stages"
 COSTS = ("auto", "roofline", "measured")
 MOST = 2**62  # bytes, or ns, of a graph in all
 MESSAGE_S, MESSAGE_SHARE = 10.0, 0.05  # at most, to find out what an error message says; share of the time limit beyond it
-LATE_SHARE, LAST_S = 0.08, 0.5  # of the time limit, at least, to make a plan fit its halves; and for the smallest budget known
+LATE_SHARE, LAST_S = 0.08, 0.8  # of the time limit, at least, to make a plan fit its halves; and for the smallest budget known
 _KINDS: dict[str, type] = {"bool": bool, "int": int, "str": str}  # of options, by their annotation
 
 
@@ -194,7 +194,7 @@ def solve_halves(
     Most schedules are so, or become so without a byte more. One that drops the loss or a new buffer, to make it again in the
     backward with the rest of its op, may not; then the rest of the time (at least a twelfth of the limit) goes into the graph in
     which they count throughout, from that schedule on. What was proved without that stays proved. Where that finds nothing, the
-    smallest schedule known is tried (found within half a second at least). Should it be too large, the plan is ``solve``'s own:
+    smallest schedule known is tried (found within a second or so at least). Should it be too large, the plan is ``solve``'s own:
     one that runs as one piece, without a module. Its notes say so (``halves``), and how many bytes are known to be enough
     (``halves_bytes``).
 

@@ -173,5 +173,6 @@ def test_blocks_that_are_alike_are_tried_between_a_coarser_graph_and_pebbling(
     monkeypatch.setattr(cutting_stages, "pebble", lambda *_: asked.append("pebbling"))
     monkeypatch.setattr(cutting_stages, "try_blocks", lambda _: asked.append("blocks"))
     monkeypatch.setattr(cutting_stages, "try_halves", lambda _: asked.append("halves"))
+    monkeypatch.setattr(cutting_stages, "_change_until_one_fits", lambda _: asked.append("changes"))
     assert cutting_stages._scrape(search, in_order=True)
-    assert asked == ["coarser graph", *["blocks"] * alike, "halves", "pebbling"]
+    assert asked == ["halves", "coarser graph", *["blocks"] * alike, "changes", "pebbling"]
