@@ -2377,6 +2377,35 @@ def test_only_who_looks_at_data_is_told_that_it_is_compiled(looks_at_data):
         step.module(*bind(step, x8 + 100))
 
 
+def test_who_asks_far_from_where_data_is_looked_at_is_not_told():
+    """It asks for a reason of its own. The question is answered then, and each run compares the answer."""
+
+    def checks(x):
+        if not x.all():
+            raise ValueError("zeros")
+
+    def calls(x):
+        checks(x)
+
+    def calls_that(x):
+        calls(x)
+
+    def forward(model, x):
+        calls_that(x < 100)
+        return square(model.linear(x)) * (2 if torch.compiler.is_compiling() else 1)
+
+    def forward_asking(model, x):
+        factor = 2 if torch.compiler.is_compiling() else 1
+        calls_that(x < 100)
+        return square(model.linear(x)) * factor
+
+    for each in (forward, forward_asking):
+        model = Lambda(each)
+        step = capture(model, x8)
+        assert [answer for answer, _ in step.answers] == [True]
+        assert torch.equal(answer_of(step, step.module(*bind(step, x8))).loss, model(x8))
+
+
 def test_what_is_written_into_a_constant_is_asked_for():
     def forward(model, x, mask):
         answers = torch.zeros(2, dtype=torch.bool)

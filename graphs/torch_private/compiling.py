@@ -8,11 +8,12 @@ trace has failed.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -26,6 +27,7 @@ from graphs.torch_private.patching import patched
 _ROOM = Path(graphs.__file__).parent
 # torchvision is not torch; the last are imports
 _OURS = (*(f"{room}{os.sep}" for room in (Path(torch.__file__).parent, _ROOM, _ROOM.with_name("planner"))), "<frozen")
+NEAR = 3  # functions inside of each other, as a check called for a reason; further out they ask for reasons of their own
 _PASSES_ON = re.compile("compiling|exporting|tracing|dynamo")  # what functions are called that only ask for others
 
 
@@ -70,17 +72,21 @@ def as_if_compiling() -> Iterator[None]:
 
 
 def next_to_tell(error: BaseException, asking: Collection[CodeType], told: Collection[CodeType]) -> CodeType | None:
-    """Of the functions in which an error was raised, the innermost that asks and is not told."""
-    found = None
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        if frame.f_code in asking and frame.f_code not in told:
-            found = frame.f_code
-    return found
+    """Of the functions that an error comes from, the innermost that asks and is not told."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return next((code for code in _innermost(reversed(frames)) if code in asking and code not in told), None)
 
 
 def is_to_be_told(asking: Collection[CodeType], told: Collection[CodeType]) -> bool:
-    """Whether this is called in a function that asks and is not told."""
-    return any(frame.f_code in asking and frame.f_code not in told for frame, _ in traceback.walk_stack(None))
+    """Whether this is called for a function that asks and is not told."""
+    frames = (frame for frame, _ in traceback.walk_stack(None))
+    return any(code in asking and code not in told for code in _innermost(frames))
+
+
+def _innermost(frames: Iterable[FrameType]) -> Iterator[CodeType]:
+    """Functions of the model and its libraries: the one that looks at data, and those that may have called it for that."""
+    codes = (frame.f_code for frame in frames)
+    return itertools.islice((code for code in codes if is_of_the_model(code.co_filename)), NEAR)
 
 
 def _asking(frame: FrameType | None) -> CodeType | None:
