@@ -10,7 +10,7 @@ from dataclasses import replace
 from itertools import islice
 from numbers import Integral
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from graphs.devices import DEVICES
 from graphs.errors import InfeasibleBudget, InputError, NoScheduleFound, a_kind
@@ -39,7 +39,9 @@ METHOD = "cutting_stages"
 COSTS = ("auto", "roofline", "measured")
 MOST = 2**62  # bytes, or ns, of a graph in all
 MESSAGE_S, MESSAGE_SHARE = 10.0, 0.05  # at most, to find out what an error message says; share of the time limit beyond it
-LATE_SHARE, LAST_S = 0.08, 0.8  # of the time limit, at least, to make a plan fit its halves; and for the smallest budget known
+# At least, to make a plan fit its halves: this share of the time limit, or so many seconds, but no more than a quarter of it; and
+# until when the smallest budget known is looked for: so much beyond it.
+LATE_SHARE, LATE_S, LATEST_SHARE, LATEST_S = 0.08, 0.5, 0.1, 0.8
 _KINDS: dict[str, type] = {"bool": bool, "int": int, "str": str}  # of options, by their annotation
 
 
@@ -122,7 +124,7 @@ def plan_halves(
     if found.status is Status.UNKNOWN:
         interrupted = found.interrupted
         more_s = 0.0 if interrupted else (1 + MESSAGE_SHARE) * time_limit_s - found.wall_s
-        works_bytes = _smallest(graph, more_s, copied_bytes)[0]
+        works_bytes = _smallest(graph, more_s, copied_bytes).works_bytes
         raise NoScheduleFound(
             f"{method} found no schedule of {graph.name} in {budget_bytes:,} bytes ({format_bytes(budget_bytes)}) within "
             f"{found.wall_s:.1f} s ({found.notes.get('stopped', 'nothing else to try')}), but did not rule one out; "
@@ -194,19 +196,22 @@ def solve_halves(
     Most schedules are so, or become so without a byte more. One that drops the loss or a new buffer, to make it again in the
     backward with the rest of its op, may not; then the rest of the time (at least a twelfth of the limit) goes into the graph in
     which they count throughout, from that schedule on. What was proved without that stays proved. Where that finds nothing, the
-    smallest schedule known is tried (found within a second or so at least). Should it be too large, the plan is ``solve``'s own:
-    one that runs as one piece, without a module. Its notes say so (``halves``), and how many bytes are known to be enough
-    (``halves_bytes``).
+    smallest schedule known is tried (found before a tenth of the limit and a second have passed beyond it). Should it be too
+    large, the plan is ``solve``'s own: one that runs as one piece, without a module. Its notes say so (``halves``), and how many
+    bytes are known to be enough (``halves_bytes``).
 
     copied_bytes  needed beside the schedule in the second half, see ``planner.execution.halves.copied_bytes``; None: it runs as
                   one piece
     """
     found = solve(graph, budget_bytes, method=method, gap=gap, time_limit_s=time_limit_s, **options)
-    if copied_bytes is None or found.schedule is None or found.interrupted:
+    if copied_bytes is None or found.schedule is None:
         return found
-    schedule, needs_bytes = in_halves(graph, found.schedule, copied_bytes)
+    one_piece = found.schedule
+    schedule, needs_bytes = in_halves(graph, one_piece, copied_bytes)
     notes, wall_s = found.notes, found.wall_s
     if needs_bytes is None or needs_bytes > budget_bytes:
+        if found.interrupted:
+            return _in_one_piece(found, needs_bytes or _smallest(graph, 0.0, copied_bytes).works_bytes)
         tried = []
         if options.get("start") is not None:
             tried = [in_halves(graph, tuple(options["start"]), copied_bytes)]
@@ -215,7 +220,7 @@ def solve_halves(
             options["start"] = min(in_hand, key=itemgetter(0))[1] if in_hand else None
         elif tried:
             options["start"] = tried[0][0] if tried[0][1] is not None else None
-        left_s = max(time_limit_s - wall_s, LATE_SHARE * time_limit_s)
+        left_s = max(time_limit_s - wall_s, LATE_SHARE * time_limit_s, min(LATE_S, time_limit_s / 4))
         kept = with_early_kept(graph, copied_bytes)
         again = solve(kept, budget_bytes, method=method, gap=gap, time_limit_s=left_s, **options)
         wall_s += again.wall_s
@@ -223,23 +228,23 @@ def solve_halves(
             tried.append(in_halves(graph, again.schedule, copied_bytes))
         fitting = [s for s, bytes_ in tried if bytes_ is not None and bytes_ <= budget_bytes]
         notes = {**(found if again.schedule is None else again).notes, "one_piece_time_ns": found.time_ns}
+        if "cut_short" in found.notes or found.notes.get("stopped") == "time limit":  # so it depends on the clock
+            notes["cut_short"] = True
         if not fitting:
             began = now_s()
-            interrupted = again.interrupted
-            left_s = max(LAST_S, (1 + LATE_SHARE) * time_limit_s - wall_s)
-            enough_bytes, smallest = _smallest(graph, 0.0 if interrupted else left_s, copied_bytes)
+            left_s = 0.0 if again.interrupted else max(0.0, (1 + LATEST_SHARE) * time_limit_s + LATEST_S - wall_s)
+            known = _smallest(graph, left_s, copied_bytes)
             wall_s += now_s() - began
-            if enough_bytes > budget_bytes or method != METHOD:  # a published method's plan is what that method finds
-                halves = (
-                    "runs as one piece only, without a module, whose call keeps the loss and the new buffers until its end; "
-                    f"plan for {enough_bytes:,} bytes, which are known to be enough" + f" for {METHOD}" * (method != METHOD)
-                )
-                told = {"halves": halves, "halves_bytes": enough_bytes} | ({"stopped": "interrupted"} if interrupted else {})
-                return replace(found, wall_s=wall_s, notes=found.notes | told)
-            fitting, notes["found_by"] = [smallest], "the smallest known"
+            stopped = {"stopped": "interrupted"} if again.interrupted or known.interrupted else {}
+            if known.works_bytes > budget_bytes or method != METHOD:  # a published method's plan is what that method finds
+                found = replace(found, wall_s=wall_s, notes=found.notes | stopped)
+                return _in_one_piece(found, known.works_bytes, f" for {METHOD}" * (method != METHOD))
+            fitting, notes = [known.schedule], notes | stopped | {"found_by": "the smallest known"}
         schedule = min(fitting, key=lambda other: simulate(graph, other).time_ns)
-        if notes.pop("order_bound_ns", None) is not None and not in_graph_order(computes(schedule)):  # that of the other graph
-            notes["order_bound_ns"] = found.notes.get("order_bound_ns", found.bound_ns)
+        notes = {key: note for key, note in notes.items() if key not in ("order", "order_bound_ns")}  # those of the other graph
+        if not in_graph_order(computes(schedule)):
+            order_bound_ns = found.notes.get("order_bound_ns", found.bound_ns)
+            notes |= {"order": "first executions are not in graph order", "order_bound_ns": order_bound_ns}
     any_order_bound_ns = found.any_order_bound_ns or graph.keep_all_time_ns
     return Plan.of(
         graph,
@@ -249,11 +254,20 @@ def solve_halves(
         seed=found.seed,
         wall_s=wall_s,
         bound_ns=found.bound_ns if in_graph_order(computes(schedule)) else any_order_bound_ns,
-        restricted_bound_ns=found.restricted_bound_ns if _same_order(found.schedule, schedule) else None,
+        restricted_bound_ns=found.restricted_bound_ns if _same_order(one_piece, schedule) else None,
         any_order_bound_ns=found.any_order_bound_ns,
         gap=gap,
         notes=notes,
     )
+
+
+def _in_one_piece(found: Plan, enough_bytes: int, whose: str = "") -> Plan:
+    """A plan too large for its halves, with a note that says so, and how many bytes are known to be enough."""
+    halves = (
+        "runs as one piece only, without a module, whose call keeps the loss and the new buffers until its end; "
+        f"plan for {enough_bytes:,} bytes, which are known to be enough{whose}"
+    )
+    return replace(found, notes=found.notes | {"halves": halves, "halves_bytes": enough_bytes})
 
 
 def _same_order(one: Schedule, other: Schedule) -> bool:
@@ -310,7 +324,7 @@ def infeasible(
     copied_bytes  as for ``solve_halves``: what works is then what works in halves
     """
     known = plan.notes.get("least_bytes", 0) if plan is not None else 0
-    proved, (works, _) = max(known, least_bytes(graph)), _smallest(graph, time_limit_s, copied_bytes)
+    proved, works = max(known, least_bytes(graph)), _smallest(graph, time_limit_s, copied_bytes).works_bytes
     reason = f": {plan.notes.get('infeasible')}" if plan is not None and proved <= budget_bytes else ""
     proved = max(proved, budget_bytes + 1)  # where only the planner's own proof says so
     asked = f"{budget_bytes:,} bytes ({format_bytes(budget_bytes)})"
@@ -324,23 +338,32 @@ def infeasible(
     )
 
 
-def _smallest(graph: Graph, time_limit_s: float, copied_bytes: int | None = None) -> tuple[int, Schedule]:
-    """The smallest budget known to work, and its schedule: at least keeping everything does, if there is no time for more, and on
-    Ctrl-C.
+class _Smallest(NamedTuple):
+    """The smallest budget known to work, its schedule, and whether Ctrl-C ended the search for it."""
+
+    works_bytes: int
+    schedule: Schedule
+    interrupted: bool = False
+
+
+def _smallest(graph: Graph, time_limit_s: float, copied_bytes: int | None = None) -> _Smallest:
+    """At least keeping everything works, if there is no time for more, and on Ctrl-C.
 
     copied_bytes  as for ``solve_halves``: what works in halves; None: as one piece
     """
     schedule, works_bytes = in_halves(graph, keep_all(graph), copied_bytes)
     assert works_bytes is not None  # it is in graph order
     if time_limit_s <= 0:
-        return works_bytes, schedule
+        return _Smallest(works_bytes, schedule)
+    interrupted = True
     with suppress(KeyboardInterrupt):
         found_so_far = smaller_and_smaller(with_early_kept(graph, copied_bytes), time_limit_s=min(MESSAGE_S, time_limit_s))
         for _, found in islice(found_so_far, 1, None):  # the first keeps all
             held, needs_bytes = in_halves(graph, found, copied_bytes)
             if needs_bytes is not None and needs_bytes < works_bytes:
                 works_bytes, schedule = needs_bytes, held
-    return works_bytes, schedule
+        interrupted = False
+    return _Smallest(works_bytes, schedule, interrupted)
 
 
 def step_of(

@@ -25,6 +25,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch.compiler import is_compiling as is_compiling_by_name
 from torch.distributions import Normal
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -2361,7 +2362,29 @@ def masked_unless_eager(h: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(h, h, h, attn_mask=mask)
 
 
-@pytest.mark.parametrize("looks_at_data", [checks_data_beside, checks_all, checks_all_as_transformers_do])
+def checks_all_by_name(condition: Tensor) -> None:
+    if not is_compiling_by_name() and not condition.all():
+        raise ValueError("100 or more")
+    torch._check_tensor_all(condition)
+
+
+def checks_all_in_two_places(condition: Tensor) -> None:
+    """Each asks, and calls the same function if it is not compiled."""
+    for _ in range(2):
+        if not (torch.compiler.is_compiling() or False):
+            raise_unless(condition)
+    checks_all(condition)
+
+
+def raise_unless(condition: Tensor) -> None:
+    if not condition.all():
+        raise ValueError("100 or more")
+
+
+@pytest.mark.parametrize(
+    "looks_at_data",
+    [checks_data_beside, checks_all, checks_all_as_transformers_do, checks_all_by_name, checks_all_in_two_places],
+)
 def test_only_who_looks_at_data_is_told_that_it_is_compiled(looks_at_data):
     """transformers' PaliGemma checks its images' tokens in one function, and in another takes no mask unless it is compiled."""
 
@@ -2377,33 +2400,26 @@ def test_only_who_looks_at_data_is_told_that_it_is_compiled(looks_at_data):
         step.module(*bind(step, x8 + 100))
 
 
-def test_who_asks_far_from_where_data_is_looked_at_is_not_told():
-    """It asks for a reason of its own. The question is answered then, and each run compares the answer."""
+def test_who_looks_at_data_even_where_it_is_told_has_asked_for_another_reason():
+    """It is not told. The question is answered then, and each run compares the answer."""
 
-    def checks(x):
-        if not x.all():
-            raise ValueError("zeros")
+    def forward(model, x, mask):
+        raise_unless(x < 100)
+        y = square(model.linear(x)) * (2 if torch.compiler.is_compiling() else 1)
+        return y * 3 if mask.all() else y
 
-    def calls(x):
-        checks(x)
-
-    def calls_that(x):
-        calls(x)
-
-    def forward(model, x):
-        calls_that(x < 100)
-        return square(model.linear(x)) * (2 if torch.compiler.is_compiling() else 1)
-
-    def forward_asking(model, x):
+    def forward_asking(model, x, mask):
         factor = 2 if torch.compiler.is_compiling() else 1
-        calls_that(x < 100)
-        return square(model.linear(x)) * factor
+        raise_unless(x < 100)
+        y = square(model.linear(x)) * factor
+        return y * 3 if mask.all() else y
 
+    batch = x8, torch.ones(3, dtype=torch.bool)
     for each in (forward, forward_asking):
         model = Lambda(each)
-        step = capture(model, x8)
-        assert [answer for answer, _ in step.answers] == [True]
-        assert torch.equal(answer_of(step, step.module(*bind(step, x8))).loss, model(x8))
+        step = capture(model, batch)
+        assert [answer for answer, _ in step.answers] == [True, True]
+        assert torch.equal(answer_of(step, step.module(*bind(step, batch))).loss, model(*batch))
 
 
 def test_what_is_written_into_a_constant_is_asked_for():

@@ -27,7 +27,7 @@ from graphs.torch_private.patching import patched
 _ROOM = Path(graphs.__file__).parent
 # torchvision is not torch; the last are imports
 _OURS = (*(f"{room}{os.sep}" for room in (Path(torch.__file__).parent, _ROOM, _ROOM.with_name("planner"))), "<frozen")
-NEAR = 3  # functions inside of each other, as a check called for a reason; further out they ask for reasons of their own
+NEAR = 6  # functions inside of each other: who is further out asks for reasons of its own
 _PASSES_ON = re.compile("compiling|exporting|tracing|dynamo")  # what functions are called that only ask for others
 
 
@@ -36,13 +36,33 @@ def is_of_the_model(filename: str) -> bool:
     return not filename.startswith(_OURS)
 
 
+class _Flag:
+    """In place of the flag that ``is_compiling`` returns, under whatever name it was imported: who looks at it, asks."""
+
+    def __init__(self, is_told: Callable[[], bool]) -> None:
+        self._is_told = is_told
+
+    def __bool__(self) -> bool:
+        return self._is_told()
+
+    def __and__(self, other: bool) -> bool:
+        return bool(self) & other
+
+    def __or__(self, other: bool) -> bool:
+        return bool(self) | other
+
+    def __eq__(self, other: object) -> bool:
+        return bool(self) == other
+
+    __rand__, __ror__, __hash__ = __and__, __or__, object.__hash__
+
+
 @contextlib.contextmanager
 def told_to_compile(told: Collection[CodeType], asking: set[CodeType]) -> Iterator[None]:
     """Make ``torch.compiler.is_compiling()`` true for the functions that are ``told`` so, and note all those that ask.
 
     Checks of data that they then leave to the compiler (``torch._check_tensor_all``) become operators, which check at run time.
     """
-    is_compiling: Callable[[], bool] = torch.compiler.is_compiling
     check: Any = torch._check_tensor_all_with
 
     def is_told() -> bool:
@@ -51,16 +71,14 @@ def told_to_compile(told: Collection[CodeType], asking: set[CodeType]) -> Iterat
             asking.add(code)
         return code in told
 
-    def is_compiling_for_some() -> bool:
-        return is_told() or is_compiling()
-
     def check_when_run(error: type[Exception], condition: Tensor, message: Callable[[], object] | None = None) -> None:
         if is_told():
             _check_when_run(error, condition, message)
         else:
             check(error, condition, message)
 
-    with patched(torch.compiler, "is_compiling", is_compiling_for_some), patched(torch, "_check_tensor_all_with", check_when_run):
+    flag = _Flag(is_told)
+    with patched(torch.compiler, "_is_compiling_flag", flag), patched(torch, "_check_tensor_all_with", check_when_run):
         yield
 
 
@@ -75,6 +93,12 @@ def next_to_tell(error: BaseException, asking: Collection[CodeType], told: Colle
     """Of the functions that an error comes from, the innermost that asks and is not told."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     return next((code for code in _innermost(reversed(frames)) if code in asking and code not in told), None)
+
+
+def places_of(error: BaseException) -> list[tuple[CodeType, int]]:
+    """The functions of the model and its libraries that an error comes through, and their lines."""
+    places = ((frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__))
+    return [place for place in places if is_of_the_model(place[0].co_filename)]
 
 
 def is_to_be_told(asking: Collection[CodeType], told: Collection[CodeType]) -> bool:

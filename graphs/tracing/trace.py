@@ -26,7 +26,7 @@ from graphs.as_eager.written import writes_laid_out
 from graphs.errors import CaptureError
 from graphs.rewriting.nodes import calls_foreign
 from graphs.rewriting.rewrites import read_sources_directly
-from graphs.torch_private.compiling import as_if_compiling, is_to_be_told, next_to_tell, told_to_compile
+from graphs.torch_private.compiling import as_if_compiling, is_to_be_told, next_to_tell, places_of, told_to_compile
 from graphs.torch_private.joint import Joint, selective_checkpoints_off, trace_joint
 from graphs.torch_private.kernels import attention_as_eager
 from graphs.torch_private.names import DATA_DEPENDENT, FakeTensor, FunctionalTensor, TreeSpec, tree_unflatten
@@ -87,8 +87,11 @@ class _Ways:
         self.asking: set[CodeType] = set()  # functions that ask whether they are compiled
         self._attempts = attempts
         self._told: set[CodeType] = set()
+        self._in_vain: set[CodeType] = set()  # who looks at the same data when told
         self._next: CodeType | None = None  # who is to be told after the latest failure
-        self._has_left = False  # whether a question has been left to such a function
+        self._latest: BaseException = AssertionError()
+        self._failed_at: list[tuple[CodeType, int]] = []  # where that was
+        self._leaves = self._has_left = False  # whether a question has been left to such a function, in this attempt and in any
         self._is_constant = False  # whether that was with constants known and nobody told
 
     def __iter__(self) -> Iterator[tuple[Callable[[], Beside], Collection[CodeType] | None]]:
@@ -118,9 +121,10 @@ class _Ways:
         if self._is_of_data and isinstance(error, CaptureError):
             raise error
         says_more = isinstance(error, DATA_DEPENDENT) or leaves_torch(error) or self._is_constant
-        if self.failed is None or (self._is_of_data and says_more):
+        if self.failed is None or (self._is_of_data and says_more and not self._leaves):
             self.failed = error
-        self._next = next_to_tell(error, self.asking, self._told)
+        self._latest, self._failed_at, self._leaves = error, places_of(error), False
+        self._next = next_to_tell(error, self.asking, self._told | self._in_vain)
 
     @property
     def _is_of_data(self) -> bool:
@@ -129,15 +133,22 @@ class _Ways:
 
     def _is_left(self) -> bool:
         """Whether a question is left to a function that asks less where it is told that it is compiled."""
-        is_left = is_to_be_told(self.asking, self._told)
-        self._has_left |= is_left
+        is_left = is_to_be_told(self.asking, self._told | self._in_vain)
+        if is_left:
+            self._leaves = self._has_left = True
         return is_left
 
     def _telling(self, beside: Callable[[], Beside]) -> Iterator[tuple[Callable[[], Beside], Collection[CodeType]]]:
-        """Tell one function more after each failure, for as long as there is one."""
+        """Tell one function more after each failure, for as long as there is one; not if it fails there all the same: then it has
+        asked for another reason."""
         while self._next is not None:
-            self._told.add(self._next)
+            latest, failed_at = self._next, self._failed_at
+            self._told.add(latest)
             yield beside, self._told
+            if self._failed_at == failed_at:
+                self._told.remove(latest)
+                self._in_vain.add(latest)
+                self._next = next_to_tell(self._latest, self.asking, self._told | self._in_vain)
 
 
 class _OthersDifferentiated(Exception):
