@@ -243,8 +243,9 @@ def solve_halves(
         schedule = min(fitting, key=lambda other: simulate(graph, other).time_ns)
         notes = {key: note for key, note in notes.items() if key not in ("order", "order_bound_ns")}  # those of the other graph
         if not in_graph_order(computes(schedule)):
-            order_bound_ns = found.notes.get("order_bound_ns", found.bound_ns)
-            notes |= {"order": "first executions are not in graph order", "order_bound_ns": order_bound_ns}
+            notes["order"] = "first executions are not in graph order"
+            if (order_bound_ns := found.notes.get("order_bound_ns", found.bound_ns)) is not None:
+                notes["order_bound_ns"] = order_bound_ns
     any_order_bound_ns = found.any_order_bound_ns or graph.keep_all_time_ns
     return Plan.of(
         graph,

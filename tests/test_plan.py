@@ -1,5 +1,6 @@
 """The entry ``plan``: budgets, errors, options."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -56,11 +57,8 @@ def test_ten_bytes_less_cost_one_rerun_of_a(ladder: Graph) -> None:
     assert found.row()["recomputed_ops"] == 1
 
 
-def test_what_the_forward_gives_back_stays() -> None:
-    """As the ladder, but a makes a new buffer s too, which is 4 bytes; d and e are the backward.
-
-    Making a again makes s again, so it may go in between: d takes 32 bytes then, and 36 with s kept.
-    """
+def with_a_buffer() -> Graph:
+    """As the ladder, but a makes a new buffer s too, which is 4 bytes; d and e are the backward."""
     ops = (
         Op("a", (), (0, 5), 5),
         Op("b", (0,), (1,), 50),
@@ -69,7 +67,12 @@ def test_what_the_forward_gives_back_stays() -> None:
         Op("e", (0, 3), (4,), 5, backward=True),
     )
     sizes = {"a": 10, "b": 10, "c": 10, "d": 12, "e": 6, "s": 4}
-    graph = Graph("ladder", ops, tuple(Value(*v) for v in sizes.items()), frozenset(), frozenset({4, 5}))
+    return Graph("ladder", ops, tuple(Value(*v) for v in sizes.items()), frozenset(), frozenset({4, 5}))
+
+
+def test_what_the_forward_gives_back_stays() -> None:
+    """Making a again makes s again, so it may go in between: d takes 32 bytes then, and 36 with s kept."""
+    graph = with_a_buffer()
     whole = solve_halves(graph, 36)
     assert whole.schedule == hold_early(graph, whole.schedule) and (whole.time_ns, whole.peak_bytes) == (75, 36)
     alone = solve_halves(graph, 34)
@@ -81,6 +84,30 @@ def test_what_the_forward_gives_back_stays() -> None:
     assert by_rule.status is Status.UNKNOWN
     copied = solve_halves(graph, 36, copied_bytes=7)
     assert copied.notes["halves_bytes"] == 43 and "halves" not in solve_halves(graph, 43, copied_bytes=7).notes
+
+
+def test_ctrl_c_leaves_a_plan_that_says_whether_it_has_halves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interrupted in its own search, or in that for the smallest budget."""
+    graph, module = with_a_buffer(), import_module("planner.plan")
+
+    def interrupted(*arguments: Any, **options: Any) -> Plan:
+        found = solve(*arguments, **options)
+        return replace(found, notes=found.notes | {"stopped": "interrupted"})
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "solve", interrupted)
+        for budget_bytes, is_told in ((34, True), (36, False)):
+            found = solve_halves(graph, budget_bytes)
+            assert found.interrupted and ("halves" in found.notes) is is_told
+            assert not is_told or found.notes["halves"].endswith("plan for 36 bytes, which are known to be enough")
+
+    def smaller(*_: Any, **__: Any) -> Iterator[tuple[int, Any]]:
+        yield 40, keep_all(graph)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "smaller_and_smaller", smaller)
+    found = solve_halves(graph, 34)
+    assert found.interrupted and found.schedule is not None and "halves" in found.notes
 
 
 def test_what_hardly_exceeds_its_halves_is_where_the_search_for_them_begins(monkeypatch: pytest.MonkeyPatch) -> None:
