@@ -24,7 +24,7 @@ from planner.methods import Solve
 from planner.methods import method as method_named
 from planner.process.clock import now_s
 from planner.process.pauses import rare_collections
-from planner.result import Plan, Status
+from planner.result import OTHER_ORDER, Plan, Status
 from planner.schedule import Compute, Free, Schedule, computes, first_runs, in_graph_order, keep_all
 from planner.simulate import simulate
 
@@ -215,11 +215,10 @@ def solve_halves(
         tried = []
         if options.get("start") is not None:
             tried = [in_halves(graph, tuple(options["start"]), copied_bytes)]
-        if method == METHOD:  # what is a little too large is made to fit; a backward that begins too early is of no use
-            in_hand = [(bytes_, held) for held, bytes_ in (*tried, (schedule, needs_bytes)) if bytes_ is not None]
-            options["start"] = min(in_hand, key=itemgetter(0))[1] if in_hand else None
-        elif tried:
-            options["start"] = tried[0][0] if tried[0][1] is not None else None
+        in_hand = [*tried, *([(schedule, needs_bytes)] if method == METHOD else [])]  # what is a little too large it makes fit
+        if in_hand:  # a backward that begins too early is of no use
+            usable = [(bytes_, held) for held, bytes_ in in_hand if bytes_ is not None]
+            options["start"] = min(usable, key=itemgetter(0))[1] if usable else None
         left_s = max(time_limit_s - wall_s, LATE_SHARE * time_limit_s, min(LATE_S, time_limit_s / 4))
         kept = with_early_kept(graph, copied_bytes)
         again = solve(kept, budget_bytes, method=method, gap=gap, time_limit_s=left_s, **options)
@@ -243,7 +242,7 @@ def solve_halves(
         schedule = min(fitting, key=lambda other: simulate(graph, other).time_ns)
         notes = {key: note for key, note in notes.items() if key not in ("order", "order_bound_ns")}  # those of the other graph
         if not in_graph_order(computes(schedule)):
-            notes["order"] = "first executions are not in graph order"
+            notes["order"] = OTHER_ORDER
             if (order_bound_ns := found.notes.get("order_bound_ns", found.bound_ns)) is not None:
                 notes["order_bound_ns"] = order_bound_ns
     any_order_bound_ns = found.any_order_bound_ns or graph.keep_all_time_ns

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from planner.execute import PlannedModule
 
 SCHEMA = "belady-plan-1"
+OTHER_ORDER = "first executions are not in graph order"  # what notes["order"] begins with
 LARGEST_NS = 2**100  # more than re-runs can come to; a float takes it, as budgets may be beyond all floats
 
 log = logging.getLogger("belady")

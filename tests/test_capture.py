@@ -2347,7 +2347,9 @@ def is_torchdynamo_compiling() -> bool:
 
 
 def is_tracing() -> bool:
-    return is_torchdynamo_compiling() or torch.jit.is_tracing()
+    is_one_of_them = is_torchdynamo_compiling()
+    is_one_of_them |= torch.jit.is_tracing()
+    return is_one_of_them
 
 
 def checks_all_as_transformers_do(condition: Tensor) -> None:
@@ -2420,6 +2422,26 @@ def test_who_looks_at_data_even_where_it_is_told_has_asked_for_another_reason():
         step = capture(model, batch)
         assert [answer for answer, _ in step.answers] == [True, True]
         assert torch.equal(answer_of(step, step.module(*bind(step, batch))).loss, model(*batch))
+
+
+def raise_unless_deep_inside(depth: int, condition: Tensor) -> None:
+    if depth:
+        raise_unless_deep_inside(depth - 1, condition)
+    else:
+        raise_unless(condition)
+
+
+@pytest.mark.parametrize(("depth", "answers"), [(2, []), (9, [True])])
+def test_who_asks_far_from_where_data_is_looked_at_is_not_told(depth, answers):
+    def forward(model, x):
+        if not torch.compiler.is_compiling():
+            raise_unless_deep_inside(depth, x < 100)
+        return square(model.linear(x))
+
+    model = Lambda(forward)
+    step = capture(model, x8)
+    assert [answer for answer, _ in step.answers] == answers
+    assert torch.equal(answer_of(step, step.module(*bind(step, x8))).loss, model(x8))
 
 
 def test_what_is_written_into_a_constant_is_asked_for():

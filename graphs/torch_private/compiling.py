@@ -113,14 +113,10 @@ def _innermost(frames: Iterable[FrameType]) -> Iterator[CodeType]:
     return itertools.islice((code for code in codes if is_of_the_model(code.co_filename)), NEAR)
 
 
-def _asking(frame: FrameType | None) -> CodeType | None:
+def _asking(frame: FrameType) -> CodeType | None:
     """The function of the model or its libraries that asks, not the ones that it asks by."""
-    while frame is not None:
-        code = frame.f_code
-        if is_of_the_model(code.co_filename) and not _PASSES_ON.search(code.co_name):
-            return code
-        frame = frame.f_back
-    return None
+    codes = (caller.f_code for caller, _ in traceback.walk_stack(frame))
+    return next((code for code in codes if is_of_the_model(code.co_filename) and not _PASSES_ON.search(code.co_name)), None)
 
 
 def _check_when_run(error: type[Exception], condition: Tensor, message: Callable[[], object] | None = None) -> None:

@@ -88,9 +88,7 @@ class _Ways:
         self._attempts = attempts
         self._told: set[CodeType] = set()
         self._in_vain: set[CodeType] = set()  # who looks at the same data when told
-        self._next: CodeType | None = None  # who is to be told after the latest failure
-        self._latest: BaseException = AssertionError()
-        self._failed_at: list[tuple[CodeType, int]] = []  # where that was
+        self._latest: Exception | None = None  # how the latest attempt failed
         self._leaves = self._has_left = False  # whether a question has been left to such a function, in this attempt and in any
         self._is_constant = False  # whether that was with constants known and nobody told
 
@@ -123,8 +121,7 @@ class _Ways:
         says_more = isinstance(error, DATA_DEPENDENT) or leaves_torch(error) or self._is_constant
         if self.failed is None or (self._is_of_data and says_more and not self._leaves):
             self.failed = error
-        self._latest, self._failed_at, self._leaves = error, places_of(error), False
-        self._next = next_to_tell(error, self.asking, self._told | self._in_vain)
+        self._latest, self._leaves = error, False
 
     @property
     def _is_of_data(self) -> bool:
@@ -141,14 +138,16 @@ class _Ways:
     def _telling(self, beside: Callable[[], Beside]) -> Iterator[tuple[Callable[[], Beside], Collection[CodeType]]]:
         """Tell one function more after each failure, for as long as there is one; not if it fails there all the same: then it has
         asked for another reason."""
-        while self._next is not None:
-            latest, failed_at = self._next, self._failed_at
-            self._told.add(latest)
+        while (failed := self._latest) is not None:
+            code = next_to_tell(failed, self.asking, self._told | self._in_vain)
+            if code is None:
+                return
+            self._told.add(code)
             yield beside, self._told
-            if self._failed_at == failed_at:
-                self._told.remove(latest)
-                self._in_vain.add(latest)
-                self._next = next_to_tell(self._latest, self.asking, self._told | self._in_vain)
+            assert self._latest is not None  # else there would be no other attempt
+            if places_of(self._latest) == places_of(failed):
+                self._told.remove(code)
+                self._in_vain.add(code)
 
 
 class _OthersDifferentiated(Exception):

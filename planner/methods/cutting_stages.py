@@ -26,7 +26,7 @@ from functools import partial
 from graphs.ir import Graph
 from planner.on_demand import walk_search
 from planner.process.clock import now_s
-from planner.result import Plan
+from planner.result import OTHER_ORDER, Plan
 from planner.schedule import Schedule, computes, first_runs, in_graph_order, keep_all, put_in_graph_order, renumbered, with_frees
 from planner.solvers.milp import Answer, Outcome
 from planner.stages.any_order import prove_in_any_order
@@ -152,7 +152,7 @@ def solve(
         if in_graph_order(computes(search.best)):
             bound_ns = min(bound_ns, search.time_ns)  # above it by the solver's rounding at most
         else:
-            search.notes.setdefault("order", "first executions are not in graph order")
+            search.notes.setdefault("order", OTHER_ORDER)
             search.notes["order_bound_ns"], bound_ns = bound_ns, search.any_order_bound_ns
     if search.order_of_best != search.solved_order:
         search.restricted_bound_ns = None
@@ -475,7 +475,7 @@ def _none_in_order(search: StageSearch) -> None:
     if search.best is None:
         search.notes["stopped"] = "no schedule with this order of first executions fits"
     else:
-        search.notes["order"] = "first executions are not in graph order, in which no schedule fits"
+        search.notes["order"] = f"{OTHER_ORDER}, in which no schedule fits"
 
 
 def _exhaust(search: StageSearch, looks: int, aim: float) -> bool:
