@@ -7,6 +7,7 @@ lengths in tensors a trace knows only that no target is longer than what the tar
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -24,9 +25,16 @@ _FORWARDS = aten._ctc_loss.default, aten._ctc_loss.Tensor
 CTC_BACKWARDS = aten._ctc_loss_backward.default, aten._ctc_loss_backward.Tensor
 
 
+class TargetsInARow(CaptureError):
+    """The targets of a CTC loss stand one after the other, and nobody knows how long the longest is."""
+
+
 @contextlib.contextmanager
-def ctc_traced() -> Iterator[None]:
-    """Let the CTC loss and its backward be traced inside."""
+def ctc_traced(*, of_one_in_a_row: bool) -> Iterator[None]:
+    """Let the CTC loss and its backward be traced inside.
+
+    Raises TargetsInARow; with ``of_one_in_a_row`` not for a batch of one, whose target is as long as there are some.
+    """
     original = torch.ctc_loss
 
     def ctc_loss(
@@ -35,15 +43,15 @@ def ctc_traced() -> Iterator[None]:
         numbers = not any(isinstance(lengths, Tensor) for lengths in (input_lengths, target_lengths))
         return (_by_numbers if numbers else original)(log_probs, targets, input_lengths, target_lengths, *args, **kwargs)
 
-    with patched(torch, "ctc_loss", ctc_loss), stand_ins_by(_call):
+    with patched(torch, "ctc_loss", ctc_loss), stand_ins_by(functools.partial(_call, of_one_in_a_row)):
         yield
 
 
-def _call(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any, plain: Callable[[], Any]) -> Any:
+def _call(of_one_in_a_row: bool, mode: FakeTensorMode, func: Any, args: Any, kwargs: Any, plain: Callable[[], Any]) -> Any:
     if func in _FORWARDS:
         log_probs, targets, _, target_lengths = args[:4]
         steps, batch, _ = log_probs.shape
-        table = batch, steps, 2 * _longest(targets, target_lengths) + 1
+        table = batch, steps, 2 * _longest(targets, target_lengths, of_one_in_a_row) + 1
         with mode:
             return log_probs.new_empty(batch), log_probs.new_empty(table)
     if func in CTC_BACKWARDS:
@@ -52,11 +60,11 @@ def _call(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any, plain: Callab
     return plain()
 
 
-def _longest(targets: Tensor, lengths: Any) -> int:
+def _longest(targets: Tensor, lengths: Any, of_one_in_a_row: bool) -> int:
     if not isinstance(lengths, Tensor):
         return max(lengths, default=0)
-    if targets.dim() == 1 and lengths.numel() > 1:
-        raise CaptureError(
+    if targets.dim() == 1 and not (of_one_in_a_row and lengths.numel() == 1):
+        raise TargetsInARow(
             "the CTC loss takes memory by the longest target, which nobody knows beforehand where targets stand one after the "
             "other and their lengths in a tensor; give targets padded, of shape (batch, longest), or all lengths as numbers"
         )

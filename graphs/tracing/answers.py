@@ -193,9 +193,7 @@ class Answers(Constants):  # type: ignore[no-untyped-call]
         )
 
     def _ask(self, tensor: Tensor, answer: Sequence[int], known_for: KnownFor) -> None:
-        """Have each run compare the answer."""
-        place = place_among(traceback.extract_stack())
-        torch.ops.belady.answered(tensor, list(map(int, answer)), place, known_for is KnownFor.LIKE_EXAMPLE)
+        ask(tensor, answer, by_example=known_for is KnownFor.LIKE_EXAMPLE)
 
     def _contents(
         self, func: Any, args: Any, kwargs: Any, read: Sequence[Tensor], made: Sequence[Tensor], *, known: bool
@@ -249,6 +247,12 @@ class Answers(Constants):  # type: ignore[no-untyped-call]
             if func.overloadpacket in _OF_TRUTH_VALUES and made[0].dtype == torch.bool and len(read) == len(args):
                 return self._spread(func(*elements), made[0])
         return None
+
+
+def ask(tensor: Tensor, answer: Sequence[int], *, by_example: bool = False) -> None:
+    """Have each run compare the answer."""
+    place = place_among(traceback.extract_stack())
+    torch.ops.belady.answered(tensor, list(map(int, answer)), place, by_example)
 
 
 def _if_finite(func: Any, args: Sequence[Any]) -> bool | None:

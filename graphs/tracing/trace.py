@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from graphs.as_eager.attention import padding_refused
-from graphs.as_eager.ctc import ctc_traced
+from graphs.as_eager.ctc import TargetsInARow, ctc_traced
 from graphs.as_eager.draws_in_place import draws_laid_out
 from graphs.as_eager.grouped import grouped_products_traced
 from graphs.as_eager.layouts import kernels_layouts
@@ -37,6 +37,7 @@ from graphs.tracing.answers import Answers
 from graphs.tracing.body import Body
 from graphs.tracing.constants import Constants, KnownFor
 from graphs.tracing.refusals import leaves_torch, reads_an_earlier_call, refusal, written_late
+from graphs.tracing.targets import PaddedTargets
 from graphs.watching.generators import generators_kept, seeding_refused
 from graphs.watching.leaks import Caches
 from graphs.watching.leftovers import Leftover
@@ -64,11 +65,20 @@ def trace(
     ``graphs.watching``). Raises CaptureError.
     """
     attempts = _Attempts(name, body, state, leaves, spec, where, autocast)
+    try:
+        found = _by_some_way(name, attempts)
+    except TargetsInARow:
+        attempts.pads_targets = True
+        found = _by_some_way(name, attempts)
+    return *found, frozenset(attempts.differentiated)
+
+
+def _by_some_way(name: str, attempts: _Attempts) -> tuple[Joint, Watch, list[Leftover]]:
     ways = _Ways(attempts)
     for beside, told in ways:
         try:
             with as_if_compiling() if told is None else told_to_compile(told, ways.asking):
-                return *attempts.once(beside), frozenset(attempts.differentiated)
+                return attempts.once(beside)
         except Exception as error:
             ways.note(error)
     assert ways.failed is not None
@@ -188,6 +198,7 @@ class _Attempts:
         self._examples: list[tuple[Tensor, Tensor]] = []  # stand-ins of the latest call, with what they stand for
         self._knowing: Callable[[], Beside] = contextlib.nullcontext
         self._beside: Beside = contextlib.nullcontext()  # that of the latest call
+        self.pads_targets = False  # whether labels that a mask chooses are padded for a CTC loss
 
     def answers(self, integers: KnownFor, is_left: Callable[[], bool] = lambda: False) -> Answers:
         """Around a call: the model may branch on its data. ``integers``: for which calls those of the example are known."""
@@ -202,7 +213,8 @@ class _Attempts:
         """What is traced computes what eager execution does."""
         with contextlib.ExitStack() as stack:
             for each in (
-                ctc_traced(),
+                ctc_traced(of_one_in_a_row=self.pads_targets),
+                PaddedTargets() if self.pads_targets else contextlib.nullcontext(),
                 recurrent_layers_traced(),
                 packed_traced(self._sizes_in),
                 grouped_products_traced(),
