@@ -524,6 +524,17 @@ def ctc_case(
     return lambda_case(forward, x, targets, input_lengths, target_lengths, autocast=autocast)
 
 
+def listed_numbers(m: Lambda, x: Tensor) -> Tensor:
+    """A list of numbers and of tensors with one element each, of several types; no gradient comes through."""
+    y = m.linear(x)
+    pairs = torch.tensor([[y.detach().max(), 2], [x.argmax(), y.detach()[:1, 0]]], dtype=torch.double, requires_grad=True)
+    kinds = torch.tensor([x.argmax(), 1.5, True]).dtype, torch.tensor((x[0, 0].bfloat16(), False)).dtype
+    assert kinds == (torch.float, torch.bfloat16) and pairs.shape == (2, 2) and pairs.requires_grad
+    counts = torch.tensor([x.argmax() for _ in range(3)])
+    assert torch.tensor([]).numel() == 0 and counts.dtype == torch.long
+    return square(y * pairs.detach().float().sum() + counts.sum())
+
+
 def layers_dropped_always_or_never(m: Lambda, x: Tensor) -> Tensor:
     """Any draw from [0, 1) compares alike with these numbers."""
     for low, high in ((0.0, 1.0), (-0.5, 3), (0, 1)):
@@ -641,6 +652,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "ctc of numbers bf16": lambda: ctc_case((7, 4), (3, 2), autocast=torch.bfloat16),
     "ctc of tensors bf16": lambda: ctc_case(torch.tensor([7, 4]), torch.tensor([3, 2]), autocast=torch.bfloat16),
     "ctc of tensors": lambda: ctc_case(torch.tensor([7, 4]), torch.tensor([3, 2])),
+    "tensor of a list": lambda: lambda_case(listed_numbers, x8),
     "ctc of one": lambda: ctc_case((7,), (3,), batch=0),
     "ctc of one, in tensors": lambda: ctc_case(torch.tensor([7]), torch.tensor([3]), batch=0),
 }  # fmt: skip
@@ -1505,6 +1517,18 @@ def flips(model, x):  # nothing shows in the ops
     return square(model.linear(x))
 
 
+def uses_latest(m, x):
+    y = m.linear(x)
+    before, m.latest = m.latest, y.detach().mean()
+    return square(y if before is None else y + before)
+
+
+def keeps_in_turn(m, x):
+    y = m.linear(x)
+    m.latest = y.detach().mean(0) if m.latest is None or not m.latest.dim() else y.detach().mean()
+    return square(y)
+
+
 def keeps_average(model, x):
     y = model.linear(x)
     model.plain = 0.9 * model.plain + 0.1 * y.detach().mean(0)
@@ -1993,6 +2017,19 @@ REFUSED: dict[str, tuple[Callable[[], Step], str]] = {
     ),
     "planned": (lambda: capture(nn.Sequential(planned()), x8), "^0 is a planned module; plan with the model"),
     "hooks of saved tensors": (lambda: capture(Lambda(packs), x8), "packs saved tensors by hooks"),
+    "latest in an attribute": (
+        lambda: with_attribute(uses_latest, latest=None), "latest in its forward .*where only the first call changes it"
+    ),
+    "latest of other kinds in turn": (
+        lambda: with_attribute(keeps_in_turn, latest=None), "latest in its forward .from None to another tensor"
+    ),
+    "list with a large tensor": (
+        lambda: capture(Lambda(lambda m, x: torch.tensor([m.linear(x), 1]).sum()), x8), "only one element"
+    ),
+    "list cut to a smaller type": (
+        lambda: capture(Lambda(lambda m, x: m.linear(x).sum() * torch.tensor([x.argmax()], dtype=torch.int32).sum()), x8),
+        "data is not allocated",
+    ),
     "average in an attribute": (lambda: capture(Lambda(keeps_average), x8), "changes its attribute plain .*keep it in a buffer"),
     "memory": (lambda: with_attribute(remembers, memory=[]), "from one call to the next in its attribute memory"),
     "lazy cache": (lambda: with_attribute(caches_lazily, cache=None), "attribute cache .*run the model once before"),

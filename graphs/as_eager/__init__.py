@@ -6,6 +6,7 @@ ctc              what stands in for the CTC loss
 draws_in_place   draws into memory that is laid out otherwise than contiguous
 grouped          grouped matrix products in any type
 layouts          the strides that kernels give their results
+listed           tensors made of lists with tensors in them
 packed           sequences of different lengths
 products         derivatives of ``prod`` and ``cumprod``
 recurrent        recurrent layers as kernels: those of LSTMs as oneDNN's

@@ -49,7 +49,8 @@ def refusal(name: str, error: Exception) -> CaptureError:
             )
         else:
             remedy = (
-                "rewrite that part with torch.where or masks of fixed shape, or train without a plan, in a block of online.budget"
+                "rewrite that part with torch.where or masks of fixed shape, give the model what it computes there, or "
+                "train without a plan, in a block of online.budget"
             )
         return CaptureError(
             f"{name} branches on data, or has shapes that depend on it ({_first_line(error)}{_place(error)}); {remedy}"

@@ -18,6 +18,7 @@ from graphs.as_eager.ctc import TargetsInARow, ctc_traced
 from graphs.as_eager.draws_in_place import draws_laid_out
 from graphs.as_eager.grouped import grouped_products_traced
 from graphs.as_eager.layouts import kernels_layouts
+from graphs.as_eager.listed import lists_traced
 from graphs.as_eager.packed import packed_traced
 from graphs.as_eager.products import products_traced
 from graphs.as_eager.recurrent import recurrent_layers_traced
@@ -216,6 +217,7 @@ class _Attempts:
                 ctc_traced(of_one_in_a_row=self.pads_targets),
                 PaddedTargets() if self.pads_targets else contextlib.nullcontext(),
                 recurrent_layers_traced(),
+                lists_traced(),
                 packed_traced(self._sizes_in),
                 grouped_products_traced(),
                 products_traced(),
