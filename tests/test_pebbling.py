@@ -18,7 +18,8 @@ from graphs.synthetic import Layered, chain, random_layered, random_training
 from planner import min_budget
 from planner.bounds import least_bytes
 from planner.least import pebbling, smallest
-from planner.least.pebbling import fitting, least_peak
+from planner.least.last_runs import last_runs_peak
+from planner.least.pebbling import fitting, least_peak, reads_peak
 from planner.least.pebbling_sets import again_bytes, last_makers, sets_of, shrink, together_bytes
 from planner.least.smallest import smaller_and_smaller, smallest_known
 from planner.methods import cutting_stages
@@ -373,3 +374,46 @@ def test_what_a_forward_gives_back_is_made_before_the_backward() -> None:
         assert given_back <= set(runs[:begun])
         found += 1
     assert found
+
+
+def test_what_an_op_reads_is_there_at_once_in_no_fewer_bytes_than_are_proved() -> None:
+    higher = 0
+    for seed in range(200):
+        graph = random_graph(seed, random=seed % 3 == 0, effect=seed % 2 == 0)
+        least, known = least_budget(graph, keep_order=False), last_runs_peak(graph, least_bytes(graph), math.inf)
+        proved = reads_peak(graph, 0, math.inf)
+        assert proved <= least, seed
+        assert reads_peak(graph, known, math.inf) <= least, seed
+        higher += proved > known
+        assert reads_peak(graph, least, math.inf) == least, seed
+    assert higher >= 5
+
+
+def two_read_together(steps: int) -> Graph:
+    """A loss reads two values of 4 bytes, each made by steps from another one; beside that a chain of small ops."""
+    values, ops = [Value("x", 1)], [Op("x", (), (0,), 1)]
+    ends = []
+    for _ in range(2):
+        before = 0
+        for _ in range(steps):
+            ops.append(Op(f"step{len(ops)}", (before,), (len(values),), 1))
+            before = len(values)
+            values.append(Value("a", 4))
+        ends.append(before)
+    ops.append(Op("loss", tuple(ends), (len(values),), 1))
+    values.append(Value("loss", 1))
+    for _ in range(30):
+        ops.append(Op(f"after{len(ops)}", (len(values) - 1,), (len(values),), 1))
+        values.append(Value("small", 1))
+    return Graph("two read together", tuple(ops), tuple(values), frozenset(), frozenset({len(values) - 1}))
+
+
+def test_two_large_values_read_together_need_a_third_while_the_later_one_is_made() -> None:
+    graph = two_read_together(3)
+    assert least_bytes(graph) == last_runs_peak(graph, 0, math.inf) == 9
+    told: list[int] = []
+    assert least_peak(graph, states=2, proves=told.append)[0] == told[-1] == 12
+    assert reads_peak(graph, 0, math.inf) == reads_peak(graph, 11, math.inf) == 12
+    assert reads_peak(graph, 9, 0.0) == 9  # no time
+    for budget_bytes, status in ((11, Status.INFEASIBLE), (12, Status.OPTIMAL)):
+        assert solve(graph, budget_bytes, time_limit_s=20).status is status

@@ -11,7 +11,9 @@ wherever it stops, the peak it has come to is proved. Where it arrives at ∅, i
 
 Any set has a bound of its own, from the last runs of all that makes its members (``together_bytes``); without it, the search
 tries all ways to put off what has to come. And the search begins at the peak that ``last_runs`` proves, for it says little about
-what lies apart in a schedule, such as a large op and what others need later.
+what lies apart in a schedule, such as a large op and what others need later. What an op reads has to be there at once, too, so
+least(its inputs) is a bound as well, and mostly found in a few steps (``_Backwards.before_ops``): where two large values are read
+together, each made from another large one, three of them are in memory while the later one is made.
 
 A subset needs no more than the set. So where a member can be made again from the other ones within the peak already paid, by
 running its missing ancestors in op order, that is what its last making may be, and nothing else needs to be tried: sets shrink
@@ -35,7 +37,7 @@ from graphs.ir import Graph
 from planner.bounds import least_bytes
 from planner.on_demand import last_runs_peak
 from planner.process.clock import now_s
-from planner.process.flat import Flags
+from planner.process.flat import Flags, begins
 from planner.process.loading import TINY, load_once, undisturbed
 from planner.schedule import Schedule, early_values, keep_all, put_in_graph_order, with_frees
 from planner.simulate import simulate
@@ -45,6 +47,8 @@ if TYPE_CHECKING:
 
 STATES, FIT_STATES = 20_000, 2_000
 LAST_RUNS_SHARE = 1 / 3  # of the time, for last runs and cuts at most
+# Of what is left, for what ops read: sets to visit for each, of ops that need this share of what is proved.
+READS_SHARE, READS_STATES, READS_MUCH = 1 / 3, 20, 0.05
 SMALL_SHARE = 0.01  # of the budget, what all values together that are too small to be worth making again may take
 CHUNK = 2_000_000  # ops to look at between two looks at the clock; some ten milliseconds
 MOST_RUNS = 200  # of an op on average: beyond, a sequence is of no use,
@@ -66,11 +70,21 @@ def least_peak(
         return proved, None
     proved = last_runs_peak()(graph, proved, now_s() + LAST_RUNS_SHARE * time_limit_s, proves)
     search = _Backwards(graph)
+    proved = search.before_ops(proved, now_s() + READS_SHARE * (deadline - now_s()), proves)
     for latest in (False, True):
         proved, path = search.run(proved, max(1, states // 2), deadline, latest=latest, proves=proves)
         if path is not None:
             return proved, search.schedule(path, proved, deadline)
     return proved, None
+
+
+def reads_peak(graph: Graph, level_bytes: int, deadline: float) -> int:
+    """Bytes that every schedule needs for what some op reads, if that is more than the level; the level, where nothing is proved
+    beyond it. With a budget as the level, more than the budget says that nothing fits.
+
+    deadline  of ``now_s``, looked at between sets
+    """
+    return _Backwards(graph).before_ops(level_bytes, deadline)
 
 
 def fitting(graph: Graph, budget_bytes: int, *, states: int = FIT_STATES, time_limit_s: float = 10.0) -> Iterator[Schedule]:
@@ -135,6 +149,22 @@ class _Backwards:
         few[order[np.cumsum(self._sets.size[order]) <= total_bytes]] = True
         return few
 
+    def before_ops(self, level_bytes: int, deadline: float, proves: Callable[[int], None] | None = None) -> int:
+        """The highest peak come to from what an op reads, of those that need most first; the level, where none is higher."""
+        sets = self._sets
+        read_bytes, made_bytes = begins(sets.size[sets.inputs])[sets.in_rows], begins(sets.size[sets.outputs])[sets.out_rows]
+        needs = np.diff(read_bytes) + np.diff(made_bytes) + sets.workspace
+        for op in np.argsort(-needs, kind="stable").tolist():
+            if needs[op] < READS_MUCH * level_bytes or now_s() >= deadline:
+                break
+            reads = np.zeros_like(self._outputs)
+            reads[sets.inputs[sets.in_rows[op] : sets.in_rows[op + 1]]] = True
+            proved_bytes, _ = self.run(level_bytes, READS_STATES, deadline, wanted=reads, latest=False)
+            if proved_bytes > level_bytes and proves is not None:
+                proves(proved_bytes)
+            level_bytes = proved_bytes
+        return level_bytes
+
     def run(
         self,
         level_bytes: int,
@@ -142,14 +172,16 @@ class _Backwards:
         deadline: float,
         *,
         latest: bool,
+        wanted: Flags | None = None,
         only_latest: bool = False,
         most_bytes: int | None = None,
         stays: Flags | None = None,
         proves: Callable[[int], None] | None = None,
     ) -> tuple[int, list[_Visited] | None]:
-        """The peak come to, and the path from the outputs to ∅ where it has arrived there.
+        """The peak come to, and the path to ∅ where it has arrived there.
 
         level_bytes       paid in advance
+        wanted            the set to begin with (default: the outputs)
         latest            of sets with the same peak, go on with that before the latest op; else with the smallest
         only_latest       no other op, which mostly leads to graph order
         most_bytes        no set with a higher peak
@@ -157,6 +189,7 @@ class _Backwards:
         proves            as in ``least_peak``
         """
         sets, kernels, resident = self._sets, self._kernels, self._graph.resident_bytes
+        wanted = self._outputs if wanted is None else wanted
         stays = np.zeros_like(self._outputs) if stays is None else stays
         makes_early = {self._graph.producer[x] for x in np.flatnonzero(self.early & stays).tolist()}
         visited: list[_Visited] = []
@@ -169,7 +202,7 @@ class _Backwards:
                 level_bytes = peak
                 if proves is not None:
                     proves(peak)
-            present = self._outputs.copy() if op < 0 else self._before(self._members(visited[after]), op)
+            present = wanted.copy() if op < 0 else self._before(self._members(visited[after]), op)
             if (together := resident + self._kernels.together_bytes(sets, present)) > level_bytes:
                 if most_bytes is None or together <= most_bytes:
                     count += 1

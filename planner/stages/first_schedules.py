@@ -9,7 +9,7 @@ from planner.bounds import least_bytes
 from planner.chains.chain_dp import ChainProgram
 from planner.chains.checkpoints import KINDS, every_root, runs
 from planner.incumbent import Incumbent, is_replayable
-from planner.least.pebbling import fitting, least_peak
+from planner.least.pebbling import fitting, least_peak, reads_peak
 from planner.least.smallest import fitting_next_to
 from planner.on_demand import halve, last_runs_peak
 from planner.process.clock import now_s
@@ -98,9 +98,12 @@ def _follow_larger(search: StageSearch, program: ChainProgram) -> None:
 
 
 def is_ruled_out(search: StageSearch) -> bool:
-    """Whether last runs and cuts prove, in a moment, that nothing fits in any order; ``notes["infeasible"]`` then says so."""
+    """Whether last runs and cuts, or what ops read, prove in a moment that nothing fits in any order; ``notes["infeasible"]``
+    then says so."""
     until = now_s() + PEBBLE_SHARE * search.left_s
     needed_bytes = last_runs_peak()(search.graph, least_bytes(search.graph), until)
+    if needed_bytes <= search.budget_bytes:
+        needed_bytes = reads_peak(search.graph, search.budget_bytes, until)
     search.tell_cut_short(now_s() >= until)
     if needed_bytes > search.budget_bytes:
         _tell_infeasible(search, needed_bytes)
