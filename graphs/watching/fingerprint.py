@@ -75,7 +75,7 @@ class Fingerprint:
             get = operator.itemgetter(*keys)
             self._parts.append(_Part(path, module, type(module), len(attributes), get, keys, values, absent))
             for key, value in zip(keys, values, strict=True):
-                if not is_box(value) or (isinstance(value, np.ndarray) and _lies_in(value, constants)):
+                if not is_box(value) or (isinstance(value, np.ndarray) and lies_in(value, constants)):
                     continue
                 if content := content_of(value):
                     self._boxes.append((path, key, value, content))
@@ -200,7 +200,7 @@ def is_box(value: object) -> bool:
     return isinstance(value, dict | list | set)
 
 
-def _lies_in(array: np.ndarray[Any, Any], memory: Sequence[range]) -> bool:
+def lies_in(array: np.ndarray[Any, Any], memory: Sequence[range]) -> bool:
     """Whether all of an array is there."""
     ways = [(n - 1) * stride for n, stride in zip(array.shape, array.strides, strict=True)]
     at = int(array.__array_interface__["data"][0])

@@ -13,19 +13,24 @@ import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from graphs.errors import InputError
 from graphs.torch_private.patching import ABSENT
-from graphs.torch_private.tensors import storage_key
-from graphs.watching.fingerprint import described, same_plain
+from graphs.torch_private.tensors import memory_of, storage_key
+from graphs.watching.fingerprint import content_of, described, is_box, lies_in, same_plain
 from graphs.watching.leftovers import Leftover, NotMade
 
 _Read = Callable[[], Any]
-_LIBRARIES = sys.stdlib_module_names | {"numpy", "torch", "transformers"}  # what they name changes no step
+# What they name changes no step; the last are our own.
+_LIBRARIES = sys.stdlib_module_names | {"numpy", "torch", "transformers", "graphs", "planner", "online"}
 _NO_CODE = compile("None", "", "eval")  # of what is not written in Python
 _SHORT = 64  # entries of a list or dict; a longer one is data
+# Methods that no code names, where it uses an object.
+_UNNAMED = tuple(f"__{name}__" for name in ("call", "len", "getitem", "iter", "contains", "bool", "float", "int", "mul", "rmul"))
+_SHAPES = {"shape", "size", "numel"}
 _LASTING = types.FunctionType, types.BuiltinFunctionType, type, enum.Enum, nn.Module  # nobody makes these anew for each call
 
 
@@ -35,11 +40,12 @@ class Surroundings:
 
     Found by the names in their code: globals, variables of the functions around them, what they have as defaults or (``partial``)
     are given, and from there on attributes and entries that the code names, of objects in objects, classes, modules, dicts and
-    short lists, and of objects that a part has as attributes (a configuration); in methods and properties of the same class,
-    functions of the same file and autograd functions that they name, too. Of a module that is no part of model and loss (a
-    teacher) all attributes count. So do functions of classes, which these may be given others for. What a part has in its own
-    attributes is the fingerprint's. In the code of installed packages objects in objects do not count: these are such packages'
-    own matters.
+    short lists, all entries of short sets and small arrays, the shapes of tensors, and objects that a part has as attributes (a
+    configuration); in methods and properties of the same class, functions of the same file or of others that are not of an
+    installed package, and autograd functions that they name, too. Of a module that is no part of model and loss (a teacher) all
+    attributes count. So do functions of classes, which these may be given others for. What a part has in its own attributes is
+    the fingerprint's. In the code of installed packages objects in objects do not count: these are such packages' own matters;
+    nor is it looked into, but for which attributes of an object a method reads that is called on it (``get_last_lr``).
 
     What is there when this is made counts, so it is made before a trace; what the trace itself changes does not.
     """
@@ -62,7 +68,8 @@ class Surroundings:
     def settle(self, constants: Iterable[Tensor], leftovers: Iterable[Leftover]) -> None:
         """After the trace: forget what it has changed, as each call of the forward may, what changes where a planned call says
         what it has not made, and tensors the step does not read."""
-        used = {storage_key(tensor) for tensor in constants}
+        constants = list(constants)
+        used, memory = {storage_key(tensor) for tensor in constants}, list(map(memory_of, constants))
         leftovers, changed = list(leftovers), set[int]()
         for there in (True, False):
             with contextlib.ExitStack() as stack:
@@ -73,6 +80,7 @@ class Surroundings:
             (name, read, then)
             for i, (name, read, then) in enumerate(self._places)
             if i not in changed
+            and not _is_array_in(read, memory)  # of which the step sees what it has now
             and (_is_in(used, then) and read() is then if isinstance(then, Tensor) else _is_alike(read(), then))
         ]
 
@@ -110,7 +118,8 @@ class Surroundings:
             self._note(id(around), name, functools.partial(around.get, name, ABSENT), code, around)
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             self._note(id(cell), name, functools.partial(_content, cell), code, None)
-        self._note_all(function, _defaults(function), "", code)
+        for name in _defaults(function):
+            self._note(id(function), name, functools.partial(_default, function, name), code, None)
         for name in sorted(code.attributes & _attributes(of).keys()):
             label, read = f"{type(of).__name__}.{name}", functools.partial(_attribute, of, name)
             if isinstance(of, nn.Module) and of in self._parts:
@@ -138,6 +147,10 @@ class Surroundings:
             self._add(holder, name, read, value)
         if _counts(value):
             self._add(holder, name, read, value)
+        if isinstance(value, Tensor) and (code.attributes & _SHAPES or "len" in code.globals):
+            self._add(holder, f"the shape of {name}", functools.partial(_shape, read), _shape(read))
+        if _has_entries(value):
+            self._add(id(value), f"the content of {name}", functools.partial(_entries, read), _entries(read))
         self._enter(name, read, code, around)
 
     def _note_all(self, holder: object, values: Mapping[Any, Any], before: str, code: _Names) -> None:
@@ -154,8 +167,9 @@ class Surroundings:
             return
         self._seen.add((id(value), code))
         if isinstance(value, types.FunctionType):
-            if around is None or value.__globals__ is around:
+            if around is None or value.__globals__ is around or not self._names_in(value.__code__).installed:
                 self._look(value, None)
+            self._note_attributes(name, read, code, around)
         elif isinstance(value, functools.partial | types.MethodType):
             self._look(value, None)
         elif type(value) in (list, tuple):
@@ -192,8 +206,12 @@ class Surroundings:
                             self._look(found, value)
         else:
             self._note_attributes(name, read, code, around)
-            for method in ("__call__", *sorted(code.attributes)):
-                self._look_at_method(_function(inspect.getattr_static(type(value), method, None)), value)
+            for method in (*_UNNAMED, *sorted(code.attributes)):
+                found = _function(inspect.getattr_static(type(value), method, None))
+                if found is not None and (found.__module__ or "").partition(".")[0] in _LIBRARIES:
+                    self._note_read_by(found, name, read)
+                else:
+                    self._look_at_method(found, value)
 
     def _note_attributes(self, name: str, read: _Read, code: _Names, around: dict[str, Any] | None) -> None:
         value = read()
@@ -202,6 +220,18 @@ class Surroundings:
             has |= {key for key, found in vars(kind).items() if _function(found) is None}
         for key in sorted(code.attributes & has):
             self._note_in(value, f"{name}.{key}", functools.partial(_attribute_of, read, key), code, around)
+
+    def _note_read_by(self, method: types.FunctionType, name: str, read: _Read) -> None:
+        """The plain attributes of an object, and short lists of plain values, that a method of a library reads."""
+        value = read()
+        for key in sorted(self._names_in(method.__code__).attributes & _attributes(value).keys()):
+            attribute = functools.partial(_attribute_of, read, key)
+            found = attribute()
+            if type(found) is list and len(found) <= _SHORT:
+                attribute = functools.partial(_as_tuple, attribute)
+                found = tuple(found)
+            if same_plain(found, found):
+                self._add(id(value), f"{name}.{key}", attribute, found)
 
     def _note_code(self, kind: type, name: str) -> None:
         """A function of a class, which may be given another."""
@@ -220,6 +250,33 @@ class Surroundings:
             self._places.append((name, read, value))
 
 
+def _has_entries(value: object) -> bool:
+    """Whether it is a container whose entries no code names one by one, and not too large to compare them in each call."""
+    return len(value) <= _SHORT if isinstance(value, set) else isinstance(value, np.ndarray) and is_box(value)
+
+
+class _Array(tuple[Any, ...]):
+    """What is in an array."""
+
+
+def _entries(read: _Read) -> Any:
+    value = read()
+    if not _has_entries(value):
+        return value
+    return frozenset(value) if isinstance(value, set) else _Array(content_of(value))
+
+
+def _is_array_in(read: _Read, memory: Sequence[range]) -> bool:
+    """Whether it reads the content of an array that lies there."""
+    value = read.args[0]() if isinstance(read, functools.partial) and read.func is _entries else None
+    return isinstance(value, np.ndarray) and lies_in(value, memory)
+
+
+def _shape(read: _Read) -> Any:
+    value = read()
+    return value.shape if isinstance(value, Tensor) else value
+
+
 def _is_in(used: set[int], tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_nested and storage_key(tensor) in used
 
@@ -233,6 +290,8 @@ def _is_alike(now: object, then: object, within: tuple[tuple[object, object], ..
     once more. ``within``: functions that have got these, one of which may be among them again."""
     if now is then or same_plain(now, then):
         return True
+    if isinstance(now, frozenset) and isinstance(then, frozenset):
+        return now == then
     if not (isinstance(now, types.FunctionType) and isinstance(then, types.FunctionType)):
         return False
     if (now, then) in within:
@@ -251,8 +310,9 @@ def _taken(function: types.FunctionType) -> dict[str, object]:
 
 def _compared(now: object, then: object) -> str:
     """Two values in a message, up to "when"."""
-    if isinstance(then, Tensor | tuple):
-        return f"another {'tensor' if isinstance(then, Tensor) else 'list'} than"
+    for kind, name in ((Tensor, "tensor"), (frozenset, "set"), (_Array, "array"), (torch.Size, "shape"), (tuple, "list")):
+        if isinstance(then, kind):
+            return f"another {name} than"
     if same_plain(then, then):
         return f"{described(now)}, but was {described(then)}"
     return f"no longer {then if isinstance(then, enum.Enum) else getattr(then, '__name__', type(then).__name__)}, as"
@@ -323,6 +383,10 @@ def _defaults(function: types.FunctionType) -> dict[str, Any]:
     return {**dict(zip(names[len(names) - len(given) :], given, strict=True)), **(function.__kwdefaults__ or {})}
 
 
+def _default(function: types.FunctionType, name: str) -> Any:
+    return _defaults(function).get(name, ABSENT)
+
+
 def _content(cell: types.CellType) -> Any:
     try:
         return cell.cell_contents
@@ -356,6 +420,8 @@ class _Names:
                     self.attributes.add(instruction.argval)
                 if instruction.opname.startswith("LOAD_") and _is_whole(instructions[i + 1 : i + 3]):
                     self.whole.add(str(instruction.argval))
+        if self.globals & {"getattr", "vars"}:
+            self.attributes |= {key for key in self.keys if isinstance(key, str)}
 
 
 def _is_whole(following: Sequence[dis.Instruction]) -> bool:
