@@ -46,6 +46,7 @@ from torch import Tensor, fx
 
 from graphs.as_eager.draws_in_place import draws_laid_out
 from graphs.as_eager.layouts import kernels_layouts
+from graphs.as_eager.recurrent import recurrent_layers_traced
 from graphs.capture import Step, numbered
 from graphs.costs import formula_of
 from graphs.errors import CaptureError, InfeasibleBudget, InputError, InvalidSchedule, NoScheduleFound
@@ -99,6 +100,11 @@ def belady(module: fx.GraphModule, examples: Sequence[Any], *, options: Mapping[
         raise InputError(
             'the backend "belady" plans for fixed shapes: call torch.compile(..., dynamic=False), which plans once per shape'
         )
+    if any(_symbolic(node.meta.get("example_value")) for node in module.graph.nodes):
+        raise InputError(
+            'the backend "belady" plans for fixed shapes, and this graph has some that depend on data; with '
+            "torch._dynamo.config.capture_dynamic_output_shape_ops = False it is divided there"
+        )
     if backward_is_traced_again():
         raise InputError(
             'the backend "belady" plans forward and backward together, and compiled autograd would trace the backward again, in '
@@ -117,7 +123,7 @@ def belady(module: fx.GraphModule, examples: Sequence[Any], *, options: Mapping[
         try:
             if fused:
                 return compile_fused(module, examples, partition, of_inductor)
-            with kernels_layouts(), draws_laid_out():
+            with kernels_layouts(), draws_laid_out(), recurrent_layers_traced():
                 return compile_partitioned(module, examples, partition, _boxed)
         except passed_over() as error:
             raise refusal("compiled_graph", error) from error

@@ -1158,3 +1158,74 @@ def test_bytes_that_a_graph_cannot_meet_are_refused() -> None:
     assert isinstance(error, NoScheduleFound)
     assert error.works_bytes is not None
     torch.compile(Stores(), backend=belady, options={**TIGHT, "budget": error.works_bytes})(x)[0].sum().backward()
+
+
+@pytest.mark.parametrize("budget", [1.0, 0.7])
+def test_regions_that_are_compiled_once_are_planned_op_by_op(budget: float, lines: pytest.LogCaptureFixture) -> None:
+    def inner(x: Tensor, weight: Tensor) -> Tensor:
+        return F.linear(x, weight).tanh()
+
+    def layer(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        y = F.dropout(F.gelu(F.linear(x, weight, bias)), 0.3)
+        return y + inner(y, weight), y
+
+    class Layers(nn.Module):
+        def __init__(self, call: Any) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+            self.call = call
+
+        def forward(self, x: Tensor) -> Tensor:
+            kept = x
+            for each in self.layers:
+                x, y = self.call(x, each.weight, each.bias)
+                kept = kept + y
+            return (x * kept).square().mean()
+
+    model, x = Layers(torch.compiler.nested_compile_region(layer)), (torch.randn(64, 16),)
+    plain = Layers(layer)
+    plain.load_state_dict(model.state_dict())
+    inner = torch.compiler.nested_compile_region(inner)
+    found = train(torch.compile(model, backend="belady", options={"budget": budget}), model, x)
+    inner = inner.__wrapped__ if hasattr(inner, "__wrapped__") else inner
+    same(found, train(plain, plain, x))
+    assert len(planned_bytes(lines)) == 1
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"bidirectional": True}, {"num_layers": 2, "dropout": 0.2, "bidirectional": True}], ids=str
+)
+def test_recurrent_layers_inside_of_the_graph_are_those_of_eager(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.LSTM(6, 8, **options)
+            self.head = nn.Linear(16 if "bidirectional" in options else 8, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.layers(x)[0]).square().mean()
+
+    model, x = Recurrent(), (torch.randn(7, 4, 6),)
+    plain = copy.deepcopy(model)
+    with torch._dynamo.config.patch(allow_rnn=True):
+        found = train(torch.compile(model, backend="belady", options={"budget": 1.0}), model, x)
+    same(found, train(plain, plain, x))
+
+
+def test_shapes_that_depend_on_data_are_refused() -> None:
+    class Chosen(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            return self.layer(x)[mask].tanh().sum()
+
+    compiled = torch.compile(Chosen(), backend="belady", options={"budget": 1.0})
+    with (
+        torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True),
+        pytest.raises(BackendCompilerFailed, match=r"some that depend on data; with torch\._dynamo\.config\.capture_dynamic"),
+    ):
+        compiled(torch.randn(5, 8), torch.ones(5, dtype=torch.bool))

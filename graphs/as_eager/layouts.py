@@ -158,7 +158,7 @@ class _Layouts:
 def _as_viewed(mode: FakeTensorMode, func: Any, source: Tensor, result: Tensor) -> Tensor:
     """A stand-in's view of another shape, with the strides that eager execution gives dimensions of one element: by those it is
     chosen whether a product of many matrices is one of two."""
-    if 1 not in result.shape or not _can_be_built(source):
+    if not all(type(n) is int for n in result.shape) or 1 not in result.shape or not _can_be_built(source):
         return result
     with no_dispatch(), no_python_dispatcher():  # which would take the stand-in's formula again
         strides = func(

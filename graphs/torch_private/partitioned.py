@@ -38,9 +38,14 @@ def compile_partitioned(
     """
     from torch._dynamo.backends.common import aot_autograd  # here, since importing the compiler takes seconds
     from torch._functorch import config
+    from torch._functorch.partitioners import default_partition
     from torch._inductor import config as inductor
 
-    def split(joint: fx.GraphModule, _inputs: Any, *, num_fwd_outputs: int, **_: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+    def split(
+        joint: fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **others: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        if "desc" not in joint.graph.output_node().meta:  # a region that is one op of the plan
+            return default_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **others)
         return _split(joint, num_fwd_outputs, partition)
 
     def compile_one(graph: fx.GraphModule, _inputs: Any) -> Callable[..., Any]:
@@ -53,6 +58,7 @@ def compile_partitioned(
             fw_compiler=compile_one, bw_compiler=compile_one, partition_fn=split, keep_inference_input_mutations=writes_in_graph
         )
 
+    _inline_regions(module)
     assigned = module.graph.find_nodes(op="call_function", target=torch.Tensor.set_)
     for node in assigned:
         node.target = _set
@@ -73,6 +79,28 @@ def compile_partitioned(
         except _OutputLost:
             compiled = backend(False)(module, examples)
     return compiled
+
+
+def _inline_regions(module: fx.GraphModule) -> None:
+    """Put the ops of regions (``torch.compiler.nested_compile_region``) in place of their calls: a plan is of ops. Regions that
+    hold more than ops, such as branches, stay."""
+    graph = module.graph
+    for node in graph.find_nodes(op="call_function", target=torch.ops.higher_order.invoke_subgraph):
+        name, _, *operands = cast(tuple[Any, ...], node.args)
+        region = cast(fx.GraphModule, getattr(module, name.target))
+        _inline_regions(region)
+        if region.graph.find_nodes(op="get_attr"):
+            continue
+        inputs = dict(zip(region.graph.find_nodes(op="placeholder"), operands, strict=True))
+        with graph.inserting_before(node):
+            outputs = cast(tuple[Any, ...], graph.graph_copy(region.graph, inputs))
+        for user in list(node.users):  # ``operator.getitem``
+            user.replace_all_uses_with(outputs[user.args[1]])
+            graph.erase_node(user)
+        graph.erase_node(node)
+        if not name.users:
+            graph.erase_node(name)
+    module.recompile()
 
 
 def _set(tensor: Tensor, content: Tensor) -> Tensor:
