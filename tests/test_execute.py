@@ -1871,9 +1871,11 @@ def test_forward_mode_derivatives_are_refused(gradients: bool) -> None:
         with pytest.raises(InputError, match="weight has a tangent"):
             weight = model[0].weight.detach().requires_grad_()
             torch.func.functional_call(module, {"0.weight": forward_ad.make_dual(weight, weight)}, x)
-    for transform in (torch.func.grad(module), torch.func.vmap(module), lambda x: torch.func.jvp(module, (x,), (x,))):
-        with pytest.raises(InputError, match=r"inputs belongs to a transform of torch\.func"):
-            transform(x)
+    replanning = plan_of(model, 1.0, inputs=x, loss=lambda y: y.sum()).module(replan=True)
+    for each in (module, replanning):
+        for transform in (torch.func.grad(each), torch.func.vmap(each), lambda x, each=each: torch.func.jvp(each, (x,), (x,))):
+            with pytest.raises(InputError, match=r"inputs belongs to a transform of torch\.func"):
+                transform(x)
 
 
 FACTOR = 1.0

@@ -12,7 +12,7 @@ from graphs.capture import Inputs, capture
 from graphs.errors import BranchChanged
 from graphs.torch_private.names import tree_flatten
 from graphs.torch_private.running import left_to_run
-from graphs.torch_private.tensors import storage_key
+from graphs.torch_private.tensors import is_functorch_wrapped, storage_key
 from graphs.tracing.binding import looks_channels_last
 from graphs.tracing.inputs import in_order, plain
 from planner.execute import PlannedModule, check_region, inputs_of_call
@@ -71,6 +71,8 @@ class ReplanningModule(PlannedModule):
         self._check_sharding()  # other plans are not what is sharded
         inputs = in_order(self._step.form, inputs_of_call(self._step, args, kwargs))
         leaves, spec = tree_flatten(inputs)
+        if any(isinstance(leaf, Tensor) and is_functorch_wrapped(leaf) for leaf in leaves):
+            return super().forward(*args, **kwargs)  # which refuses them
         shape: Hashable = (str(spec), *map(_kind, leaves), _sharing(map(_memory, leaves)))
         with self._one_at_a_time:
             plans = self._plans.setdefault(shape, [])
