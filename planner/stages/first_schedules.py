@@ -30,7 +30,7 @@ LARGER, SHORTER, LARGER_WORK, VARIED, IDLE_VARIED, LARGER_SHARE = 0.12, 0.004, 5
 BLOCKS_WORK, WORK_PER_OP = 4_000_000, 8_000  # ops of walks along what comes of it at most, and for each op of the graph
 HALVES_SHARE = 0.25  # of the time left, for Twremat where nothing fits so far
 # Sets of values to visit, and share of the time left, at most, where nothing fits so far.
-PEBBLE_STATES, PEBBLE_SHARE = 4_000, 0.15
+PEBBLE_STATES, PEBBLE_SHARE = 1_000, 0.15
 # Where still nothing does, and this share of the budget is proved to be needed: such sets, and the share of the time; bytes that
 # all of them may take, and that one takes besides its bits.
 CLOSE, MORE_STATES, MORE_SHARE, STATES_BYTES, STATE_BYTES = 0.9, 1_000_000, 0.3, 1 << 30, 1_000
