@@ -1520,7 +1520,7 @@ def flips(model, x):  # nothing shows in the ops
 def uses_latest(m, x):
     y = m.linear(x)
     before, m.latest = m.latest, y.detach().mean()
-    return square(y if before is None else y + before)
+    return square(y + before if isinstance(before, Tensor) else y)
 
 
 def keeps_in_turn(m, x):
@@ -2022,6 +2022,9 @@ REFUSED: dict[str, tuple[Callable[[], Step], str]] = {
     ),
     "latest of other kinds in turn": (
         lambda: with_attribute(keeps_in_turn, latest=None), "latest in its forward .from None to another tensor"
+    ),
+    "tensor in place of an array": (
+        lambda: with_attribute(uses_latest, latest=np.zeros(2)), "latest in its forward .from another ndarray to another tensor"
     ),
     "list with a large tensor": (
         lambda: capture(Lambda(lambda m, x: torch.tensor([m.linear(x), 1]).sum()), x8), "only one element"

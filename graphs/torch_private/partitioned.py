@@ -85,7 +85,8 @@ def _inline_regions(module: fx.GraphModule) -> None:
     """Put the ops of regions (``torch.compiler.nested_compile_region``) in place of their calls: a plan is of ops. Regions that
     hold more than ops, such as branches, stay."""
     graph = module.graph
-    for node in graph.find_nodes(op="call_function", target=torch.ops.higher_order.invoke_subgraph):
+    calls = graph.find_nodes(op="call_function", target=torch.ops.higher_order.invoke_subgraph)
+    for node in calls:
         name, _, *operands = cast(tuple[Any, ...], node.args)
         region = cast(fx.GraphModule, getattr(module, name.target))
         _inline_regions(region)
@@ -100,7 +101,8 @@ def _inline_regions(module: fx.GraphModule) -> None:
         graph.erase_node(node)
         if not name.users:
             graph.erase_node(name)
-    module.recompile()
+    if calls:
+        module.recompile()
 
 
 def _set(tensor: Tensor, content: Tensor) -> Tensor:
@@ -120,6 +122,8 @@ def compile_fused(
     from torch._functorch import config
     from torch._inductor import custom_graph_pass
     from torch._inductor.compile_fx import compile_fx
+
+    _inline_regions(module)
 
     class Partitioner(custom_graph_pass.CustomPartitionerFn):
         def __call__(

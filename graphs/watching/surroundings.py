@@ -406,7 +406,7 @@ class _Names:
         self.attributes: set[str] = set()
         self.keys: set[Any] = set()
         self.whole: set[str] = set()
-        self.installed = "site-packages" in code.co_filename
+        self.installed = "site-packages" in code.co_filename or "dist-packages" in code.co_filename  # the latter are Debian's
         codes = [code]
         while codes:
             code = codes.pop()

@@ -184,7 +184,7 @@ class Watch:
                 if key in self.reads.get(path, ()) and not (old is ABSENT and callable(new)):
                     if not self._again and same_plain(new, new):
                         self._set_up[path, key] = new
-                    elif not self._again and isinstance(new, Tensor) and (isinstance(old, Tensor) or old in (None, ABSENT)):
+                    elif not self._again and isinstance(new, Tensor) and isinstance(old, Tensor | types.NoneType | type(ABSENT)):
                         self._replaced[path, key] = new
                     elif (path, key) not in self._set_up.keys() | self._replaced.keys():
                         raise CaptureError(self._changes(path, key, new, where))
