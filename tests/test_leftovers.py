@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from graphs.capture import capture
-from graphs.errors import InputError
+from graphs.errors import CaptureError, InputError
+from graphs.watching.calls import Calls
 from graphs.watching.outside import referrers_of
 from planner.execute import PlannedModule
 from planner.schedule import keep_all
@@ -460,3 +461,25 @@ def test_what_a_call_replaces_without_using_it_is_no_matter_of_the_step(called: 
         with pytest.raises(InputError, match="deltas is a tensor that a plain forward leaves there"):
             model(x, past=2)
         assert torch.equal(module(x), model(x))
+
+
+class AddsLatest(nn.Module):
+    """Keeps its output for the next call, which adds it."""
+
+    def __init__(self, latest: Tensor | None, take: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.linear, self.latest, self.take = nn.Linear(4, 4), latest, take
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        before, self.latest = self.take(self.latest), y.detach()
+        return y.square().mean() if before is None else (y + before).square().mean()
+
+
+@pytest.mark.parametrize("latest", [None, torch.ones(3, 4)], ids=["none", "one"])
+@pytest.mark.parametrize("take", [lambda t: t, lambda t: None if t is None else t.data], ids=["itself", "its data"])
+def test_what_a_call_uses_and_replaces_is_refused(latest: Tensor | None, take: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where its content is too large to be compared, so that two calls look alike."""
+    monkeypatch.setattr(Calls, "LIMIT", 0)
+    with pytest.raises(CaptureError, match="latest"):
+        capture(AddsLatest(latest, take), torch.randn(3, 4))

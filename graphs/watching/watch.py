@@ -85,8 +85,7 @@ class Watch:
         self._compare_attributes("forward")
         if self._calls is not None and self._calls != calls.made:
             raise CaptureError(self._unsteady(self._calls, calls.made))
-        if self._again:
-            self._pass_over_replaced()
+        self._look_at_replaced(calls)
         self._find_leftovers()
         self._calls = calls.made
         calls.forget()
@@ -196,14 +195,17 @@ class Watch:
                 (box, dict(box)) for _, key, box, _ in self._boxes if key.startswith("_forward_") and isinstance(box, dict)
             ]
 
-    def _pass_over_replaced(self) -> None:
-        """What lies where a call leaves a tensor is no matter of the step: another call has found another thing there, and has
-        run the same ops."""
+    def _look_at_replaced(self, calls: Calls) -> None:
+        """What lies where each call leaves a tensor is no matter of the step, if no op has used it and another call, which has
+        found another thing there, has run the same ops."""
         for (path, key), first in self._replaced.items():
+            found = first if self._again else self._before[path].get(key)
             now = vars(self._parts[path]).get(key, ABSENT)
-            if not isinstance(now, Tensor) or (now.shape, now.dtype) != (first.shape, first.dtype):
+            is_alike = isinstance(now, Tensor) and (now.shape, now.dtype) == (first.shape, first.dtype)
+            if not is_alike or (isinstance(found, Tensor) and calls.has_met(found)):
                 raise CaptureError(self._changes(path, key, now))
-            self.reads[path].discard(key)
+            if self._again:
+                self.reads[path].discard(key)
 
     def _find_leftovers(self, *, once: bool = False) -> None:
         found = []
