@@ -28,8 +28,8 @@ _Read = Callable[[], Any]
 _LIBRARIES = sys.stdlib_module_names | {"numpy", "torch", "transformers", "graphs", "planner", "online"}
 _NO_CODE = compile("None", "", "eval")  # of what is not written in Python
 _SHORT = 64  # entries of a list or dict; a longer one is data
-# Methods that no code names, where it uses an object.
-_UNNAMED = tuple(f"__{name}__" for name in ("call", "len", "getitem", "iter", "contains", "bool", "float", "int", "mul", "rmul"))
+# Methods that no code names where it uses an object.
+_UNNAMED = tuple(f"__{name}__" for name in ("len", "getitem", "iter", "contains", "bool", "float", "int", "mul", "rmul"))
 _SHAPES = {"shape", "size", "numel"}
 _LASTING = types.FunctionType, types.BuiltinFunctionType, type, enum.Enum, nn.Module  # nobody makes these anew for each call
 
@@ -147,7 +147,7 @@ class Surroundings:
             self._add(holder, name, read, value)
         if _counts(value):
             self._add(holder, name, read, value)
-        if isinstance(value, Tensor) and (code.attributes & _SHAPES or "len" in code.globals):
+        if isinstance(value, Tensor) and not value.is_nested and (code.attributes & _SHAPES or "len" in code.globals):
             self._add(holder, f"the shape of {name}", functools.partial(_shape, read), _shape(read))
         if _has_entries(value):
             self._add(id(value), f"the content of {name}", functools.partial(_entries, read), _entries(read))
@@ -206,11 +206,15 @@ class Surroundings:
                             self._look(found, value)
         else:
             self._note_attributes(name, read, code, around)
-            for method in (*_UNNAMED, *sorted(code.attributes)):
+            for method in ("__call__", *sorted(code.attributes)):
                 found = _function(inspect.getattr_static(type(value), method, None))
                 if found is not None and (found.__module__ or "").partition(".")[0] in _LIBRARIES:
                     self._note_read_by(found, name, read)
                 else:
+                    self._look_at_method(found, value)
+            for method in _UNNAMED:
+                found = _function(inspect.getattr_static(type(value), method, None))
+                if found is not None and not self._names_in(found.__code__).installed:
                     self._look_at_method(found, value)
 
     def _note_attributes(self, name: str, read: _Read, code: _Names, around: dict[str, Any] | None) -> None:
@@ -274,7 +278,7 @@ def _is_array_in(read: _Read, memory: Sequence[range]) -> bool:
 
 def _shape(read: _Read) -> Any:
     value = read()
-    return value.shape if isinstance(value, Tensor) else value
+    return value.shape if isinstance(value, Tensor) and not value.is_nested else value
 
 
 def _is_in(used: set[int], tensor: Tensor) -> bool:
