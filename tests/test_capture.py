@@ -530,7 +530,7 @@ def listed_numbers(m: Lambda, x: Tensor) -> Tensor:
     pairs = torch.tensor([[y.detach().max(), 2], [x.argmax(), y.detach()[:1, 0]]], dtype=torch.double, requires_grad=True)
     kinds = torch.tensor([x.argmax(), 1.5, True]).dtype, torch.tensor((x[0, 0].bfloat16(), False)).dtype
     assert kinds == (torch.float, torch.bfloat16) and pairs.shape == (2, 2) and pairs.requires_grad
-    counts = torch.tensor([x.argmax() for _ in range(3)])
+    counts = torch.as_tensor([x.argmax() for _ in range(3)])
     assert torch.tensor([]).numel() == 0 and counts.dtype == torch.long
     return square(y * pairs.detach().float().sum() + counts.sum())
 

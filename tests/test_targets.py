@@ -71,11 +71,11 @@ def speech(batch: int = 3) -> Tensor:
 def same(planned: nn.Module, model: nn.Module, *inputs: Tensor) -> bool:
     """Loss and gradients, to the bit."""
     found = []
-    for each in (planned, model):
+    for call in (planned, model):
         model.zero_grad()
-        loss = each(*inputs)
+        loss = call(*inputs)
         loss.backward()
-        found.append([loss.detach(), *(parameter.grad for parameter in model.parameters())])
+        found.append([loss.detach(), *(each.grad for each in model.parameters() if each.requires_grad)])
     return all(map(torch.equal, *found))
 
 
@@ -123,3 +123,21 @@ def test_what_a_mask_chooses_beside_targets_is_made() -> None:
     assert same(p.module(), model, x, LABELS) and same(p.module(), model, x, LABELS.flip(0))
     with pytest.raises(BranchChanged, match=r"told \(7,\), at .*numel"):
         p.module()(x, OTHERS[0])
+
+
+class Encoded(Speech):
+    """Through a frozen encoder, which takes its fast path."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.TransformerEncoderLayer(CLASSES, 2, 16, batch_first=True).eval().requires_grad_(False)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return super().forward(self.encoder(x), labels)
+
+
+def test_frozen_attention_takes_its_fast_path_all_the_same() -> None:
+    model, x = Encoded(), speech()
+    p = plan(model, 1.0, inputs=(x, LABELS))
+    assert "aten._transformer_encoder_layer_fwd" in {op.kind for op in p.graph.ops}
+    assert same(p.module(), model, x, LABELS)

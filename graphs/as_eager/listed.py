@@ -19,26 +19,41 @@ from graphs.torch_private.patching import patched
 
 @contextlib.contextmanager
 def lists_traced() -> Iterator[None]:
-    """Let ``torch.tensor`` be traced inside for lists with tensors of one element."""
-    original = torch.tensor
+    """Let ``torch.tensor`` and ``torch.as_tensor`` be traced inside for lists with tensors of one element.
 
-    @functools.wraps(original)
-    def tensor(data: Any, **options: Any) -> Tensor:
-        leaves = list(_leaves(data))
-        if not any(isinstance(leaf, FunctionalTensor) for leaf in leaves) or isinstance(data, Tensor):
-            return original(data, **options)
-        types = [leaf.dtype if isinstance(leaf, Tensor) else original(leaf).dtype for leaf in leaves]
-        dtype = options.get("dtype") or functools.reduce(torch.promote_types, types)
-        # Eager execution refuses numbers that are too large for a smaller type.
-        fits = all(torch.promote_types(leaf.dtype, dtype) == dtype for leaf in leaves if isinstance(leaf, Tensor))
-        if not fits or any(isinstance(leaf, Tensor) and leaf.numel() != 1 for leaf in leaves):
-            return original(data, **options)
-        device = torch.device(options.get("device") or torch.get_default_device())
-        made = _stacked(data, lambda number: original(number, dtype=dtype, device=device), dtype, device)
-        return made.requires_grad_(options.get("requires_grad", False))
+    Not under another name (``from torch import tensor``): a torch-function mode, which sees all, has code choose other ways.
+    """
 
-    with patched(torch, "tensor", tensor):
+    def traced(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        @functools.wraps(original)
+        def make(data: Any, *args: Any, **kwargs: Any) -> Tensor:
+            made = _made_of(data, *args, **kwargs) if isinstance(data, list | tuple) else None
+            return original(data, *args, **kwargs) if made is None else made
+
+        return make
+
+    with patched(torch, "tensor", traced(torch.tensor)), patched(torch, "as_tensor", traced(torch.as_tensor)):
         yield
+
+
+def _made_of(
+    data: Any,
+    dtype: torch.dtype | None = None,
+    device: Any = None,
+    pin_memory: bool = False,
+    requires_grad: bool = False,
+) -> Tensor | None:
+    """None where eager execution would make none, or there is no tensor of a trace among the elements."""
+    leaves = list(_leaves(data))
+    if not any(isinstance(leaf, FunctionalTensor) for leaf in leaves):
+        return None
+    types = [leaf.dtype if isinstance(leaf, Tensor) else torch.tensor(leaf).dtype for leaf in leaves]
+    wanted = dtype or functools.reduce(torch.promote_types, types)
+    # Eager execution refuses numbers that are too large for a smaller type.
+    fits = all(torch.promote_types(leaf.dtype, wanted) == wanted for leaf in leaves if isinstance(leaf, Tensor))
+    if pin_memory or not fits or any(isinstance(leaf, Tensor) and leaf.numel() != 1 for leaf in leaves):
+        return None
+    return _stacked(data, wanted, torch.device(device or torch.get_default_device())).requires_grad_(requires_grad)
 
 
 def _leaves(data: Any) -> Iterator[Any]:
@@ -49,9 +64,9 @@ def _leaves(data: Any) -> Iterator[Any]:
         yield data
 
 
-def _stacked(data: Any, of_number: Callable[[Any], Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
+def _stacked(data: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
     if isinstance(data, list | tuple):
-        return torch.stack([_stacked(each, of_number, dtype, device) for each in data])
+        return torch.stack([_stacked(each, dtype, device) for each in data])
     if isinstance(data, Tensor):
         return data.detach().reshape(()).to(device, dtype)
-    return of_number(data)
+    return torch.tensor(data, dtype=dtype, device=device)

@@ -45,7 +45,7 @@ def _has_torch_function(tensors: tuple[object, ...]) -> bool:
         return type(one) is not Tensor and getattr(type(one), "__torch_function__", disabled) is not disabled
 
     stack = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-    if not all(type(mode).__module__.startswith(("torch.fx.", "online.")) for mode in stack):
+    if not all(type(mode).__module__.startswith(("torch.fx.", "graphs.", "online.")) for mode in stack):
         return True
     return torch._C._is_torch_function_enabled() and any(map(overrides, tensors))
 
