@@ -42,6 +42,16 @@ def of_a_set() -> tuple[Loss, Callable[[], object]]:
     return lambda x: squares(x) + (x.sum() if "second" in terms else 0), lambda: terms.add("second")
 
 
+def of_a_frozen_set() -> tuple[Loss, Callable[[], object]]:
+    terms = frozenset({"first"})
+
+    def change() -> None:
+        nonlocal terms
+        terms = frozenset({"second"})
+
+    return lambda x: squares(x) + (x.sum() if "second" in terms else 0), change
+
+
 def by_getattr() -> tuple[Loss, Callable[[], object]]:
     arguments = SimpleNamespace(factor=1.0)
     return lambda x: getattr(arguments, "factor") * squares(x), lambda: setattr(arguments, "factor", 0.5)  # noqa: B009
@@ -95,6 +105,7 @@ WAYS = {
     of_an_array: "the content of weights is another array than",
     of_an_array_of_one: "the content of weight is another array than",
     of_a_set: "the content of terms is another set than",
+    of_a_frozen_set: "the content of terms is another set than",
     by_getattr: "arguments.factor is 0.5, but was 1.0",
     by_vars: "arguments.factor is 0.5, but was 1.0",
     of_a_scheduler: "scheduler._last_lr is another list than",

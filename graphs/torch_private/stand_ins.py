@@ -59,14 +59,6 @@ def of_the_cpu(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
     return cast(Tensor, fake.requires_grad_(tensor.requires_grad))
 
 
-def lies_in(tensor: Tensor) -> int:
-    """Identity of the memory that a tensor, or what it stands for in a trace, lies in; of the tensor where it has none."""
-    try:
-        return storage_key(_inner(tensor) if isinstance(tensor, FunctionalTensor) else tensor)
-    except (NotImplementedError, RuntimeError):  # sparse, say
-        return id(tensor)
-
-
 class Given:
     """What a traced call assigns to the ``.data`` of the stand-ins of parameters and buffers: like in eager execution they have
     other memory from then on, and what lies in the old one keeps it.

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from graphs.errors import CaptureError
 from graphs.torch_private.names import OpOverload, TorchDispatchMode, no_dispatch, tree_leaves
-from graphs.torch_private.stand_ins import lies_in
 from graphs.torch_private.tensors import is_functional
 
 OF_THE_MODEL = "only those of the model may change in a step, so make the loss a part of the model, which then returns it"
@@ -66,11 +65,6 @@ class Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
             yield
         finally:
             self.__enter__()  # type: ignore[no-untyped-call]
-
-    def has_met(self, tensor: Tensor) -> bool:
-        """Whether a call has read, written or made what lies in the memory of a tensor."""
-        key = lies_in(tensor)
-        return any(lies_in(each) == key for each in self._alive)
 
     def forget(self) -> None:
         """Let the tensors go."""

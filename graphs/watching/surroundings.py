@@ -10,8 +10,8 @@ import inspect
 import itertools
 import sys
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -256,7 +256,9 @@ class Surroundings:
 
 def _has_entries(value: object) -> bool:
     """Whether it is a container whose entries no code names one by one, and not too large to compare them in each call."""
-    return len(value) <= _SHORT if isinstance(value, set) else isinstance(value, np.ndarray) and is_box(value)
+    if type(value) in (set, frozenset):
+        return len(cast(Set[Any], value)) <= _SHORT
+    return isinstance(value, np.ndarray) and is_box(value)
 
 
 class _Array(tuple[Any, ...]):
@@ -267,7 +269,7 @@ def _entries(read: _Read) -> Any:
     value = read()
     if not _has_entries(value):
         return value
-    return frozenset(value) if isinstance(value, set) else _Array(content_of(value))
+    return _Array(content_of(value)) if isinstance(value, np.ndarray) else frozenset(value)
 
 
 def _is_array_in(read: _Read, memory: Sequence[range]) -> bool:

@@ -3,7 +3,7 @@
 A captured step does the same in every call. A forward that does not (because it counts its calls, keeps something from one call
 to the next outside of buffers, or draws from generators that are not torch's) would be frozen as its first call; it is refused.
 What the first call alone does, such as adding hooks and setting a flag that they are there, is no harm where all calls run the
-same ops: it then stays, as after any call. Nor is a tensor in place of none, or of another, which the next call does not use.
+same ops: it then stays, as after any call.
 """
 
 from __future__ import annotations
@@ -65,7 +65,6 @@ class Watch:
         self._latest: dict[int, list[Any]] = {}  # what containers held after the latest call; by their places in ``_boxes``
         self._calls: list[tuple[Any, ...]] | None = None
         self._set_up: dict[tuple[str, str], Any] = {}  # plain attributes that the first call has read and changed
-        self._replaced: dict[tuple[str, str], Tensor] = {}  # attributes that it has read, and given a tensor
         self._hooks: list[tuple[dict[Any, Any], dict[Any, Any]]] = []  # of modules, and what they held after that
         self._again = False  # whether there was another call
         self._given: set[tuple[str, str]] = set()  # attributes that the latest call, or its backward, has given a value
@@ -83,10 +82,9 @@ class Watch:
         self._compare_numbers(numbers, "forward")
         self._again = self._calls is not None
         self._compare_attributes("forward")
+        self._find_leftovers()
         if self._calls is not None and self._calls != calls.made:
             raise CaptureError(self._unsteady(self._calls, calls.made))
-        self._look_at_replaced(calls)
-        self._find_leftovers()
         self._calls = calls.made
         calls.forget()
 
@@ -104,10 +102,9 @@ class Watch:
     def settle(self) -> None:
         """After ``undo``, put back what the first call alone has set up. Raises CaptureError where there was no other call."""
         self.changed |= {(path, key) for path, key, box, content in self._others if not same_content(content_of(box), content)}
-        for (path, key), value in (self._set_up | self._replaced).items():
+        for (path, key), value in self._set_up.items():
             if not self._again:
                 raise CaptureError(self._changes(path, key, value))
-        for (path, key), value in self._set_up.items():
             self._parts[path].__dict__[key] = value
         if self._set_up:
             for box, content in self._hooks:
@@ -183,9 +180,7 @@ class Watch:
                 if key in self.reads.get(path, ()) and not (old is ABSENT and callable(new)):
                     if not self._again and same_plain(new, new):
                         self._set_up[path, key] = new
-                    elif not self._again and isinstance(new, Tensor) and isinstance(old, Tensor | types.NoneType | type(ABSENT)):
-                        self._replaced[path, key] = new
-                    elif (path, key) not in self._set_up.keys() | self._replaced.keys():
+                    elif (path, key) not in self._set_up:
                         raise CaptureError(self._changes(path, key, new, where))
         for (path, key), value in self._set_up.items():
             if not same_plain(vars(self._parts[path]).get(key, ABSENT), value):
@@ -194,18 +189,6 @@ class Watch:
             self._hooks = [
                 (box, dict(box)) for _, key, box, _ in self._boxes if key.startswith("_forward_") and isinstance(box, dict)
             ]
-
-    def _look_at_replaced(self, calls: Calls) -> None:
-        """What lies where each call leaves a tensor is no matter of the step, if no op has used it and another call, which has
-        found another thing there, has run the same ops."""
-        for (path, key), first in self._replaced.items():
-            found = first if self._again else self._before[path].get(key)
-            now = vars(self._parts[path]).get(key, ABSENT)
-            is_alike = isinstance(now, Tensor) and (now.shape, now.dtype) == (first.shape, first.dtype)
-            if not is_alike or (isinstance(found, Tensor) and calls.has_met(found)):
-                raise CaptureError(self._changes(path, key, now))
-            if self._again:
-                self.reads[path].discard(key)
 
     def _find_leftovers(self, *, once: bool = False) -> None:
         found = []
@@ -264,7 +247,7 @@ class Watch:
         )
 
     def _unsteady(self, first: list[tuple[Any, ...]], second: list[tuple[Any, ...]]) -> str:
-        for (path, key), value in (self._set_up | self._replaced).items():
+        for (path, key), value in self._set_up.items():
             return self._changes(path, key, value)
         kept = self.explain()
         if kept is not None:
